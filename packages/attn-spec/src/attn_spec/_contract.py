@@ -1,0 +1,81 @@
+"""Contracts as data: the operators they cover, what they accumulate in, and what each guarantees, with the test that holds it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from attn_spec._errors import UnknownName
+
+__all__ = ["CONTRACTS", "Contract", "Guarantee", "contract"]
+
+
+@dataclass(frozen=True)
+class Guarantee:
+    """One promise: a change that moves no bit of the named quantities, and the test that shows it."""
+
+    change: str
+    quantities: tuple[str, ...]
+    test: str
+
+
+@dataclass(frozen=True)
+class Contract:
+    """A named, versioned arithmetic. Changing arithmetic makes a new contract, never a changed one."""
+
+    name: str
+    document: str
+    operators: tuple[str, ...]
+    reduction_order: str
+    accumulator_precision: str
+    split_k: bool
+    tf32: bool
+    tile: int
+    guarantees: tuple[Guarantee, ...] = ()
+
+
+_ROW = ("out", "lse", "dq")
+_ALL = ("out", "lse", "dq", "dk", "dv", "dsinks", "dbias")
+_SUITE = "shared_tests/src/attn_shared_tests"
+
+CONTRACTS: dict[str, Contract] = {
+    "ordered-v1": Contract(
+        name="ordered-v1",
+        document="docs/contracts/ordered-v1.md",
+        operators=(
+            "joint_attn_qk_gemm",
+            "joint_attn_softmax",
+            "joint_attn_av_gemm",
+            "joint_attention",
+            "attention",
+            "attention_varlen",
+        ),
+        reduction_order="softmax: tile256_tree_128_to_1_then_left_to_right; products: one FMA chain, ascending index",
+        accumulator_precision="float32",
+        split_k=False,
+        tf32=False,
+        tile=256,
+        guarantees=(
+            Guarantee("backend", _ALL, f"{_SUITE}/test_cross_backend.py::test_bytes_equal_the_reference"),
+            Guarantee("batch size and slot", (*_ROW, "dk", "dv"), f"{_SUITE}/test_batch_invariance.py::test_batch_size_and_slot"),
+            Guarantee("neighbours' contents and lengths", (*_ROW, "dk", "dv"), f"{_SUITE}/test_batch_invariance.py::test_neighbours"),
+            Guarantee("chunking of queries", _ROW, f"{_SUITE}/test_chunking.py::test_chunked_prefill"),
+            Guarantee("decode or prefill", ("out", "lse"), f"{_SUITE}/test_chunking.py::test_decode_equals_prefill"),
+            Guarantee("left, right or middle padding", (*_ROW, "dk", "dv"), f"{_SUITE}/test_padding.py::test_padding_moves_no_bit"),
+            Guarantee("packed or padded", (*_ROW, "dk", "dv"), f"{_SUITE}/test_varlen.py::test_packed_equals_alone"),
+            Guarantee("repetition and threads", _ALL, f"{_SUITE}/test_repetition.py::test_same_call_same_bits"),
+        ),
+    ),
+}
+
+
+def contract(name: str) -> Contract:
+    """The contract called ``name``; UnknownName lists the known ones."""
+    if name not in CONTRACTS:
+        raise UnknownName("contract", name, CONTRACTS)
+    return CONTRACTS[name]
+
+
+def default_contract(op: str, dtype: str, head_dim: int, device: str) -> str:
+    """The contract that runs when none is named. It depends on these four alone, so a trainer and a rollout cannot drift apart."""
+    del op, dtype, head_dim, device
+    return "ordered-v1"

@@ -1,0 +1,119 @@
+"""``get_op``: choose a backend for an operator, with the reasons for every one that was passed over."""
+
+from __future__ import annotations
+
+import platform
+from collections.abc import Callable
+from typing import Any
+
+from attn_spec._backend import Backend
+from attn_spec._contract import contract as find_contract
+from attn_spec._contract import default_contract
+from attn_spec._errors import BackendUnavailable, UnknownName, UnsupportedProblem
+from attn_spec._operators import OPERATORS, operator
+from attn_spec._registry import get_backend, in_order, load, parse
+from attn_spec._trace import Trace
+
+__all__ = ["Op", "get_op"]
+
+PRODUCTION = "attn"
+"""The operator that is production attention, outside every contract; never a substitute for ``attention``."""
+
+
+class Op:
+    """One operator of one backend: callable, with ``forward``, ``forward_fp32`` and ``forward_with_lse`` where they apply, and its ``trace``."""
+
+    def __init__(self, name: str, backend: Backend, engine: str, trace: Trace) -> None:
+        functions = backend.operators(engine)
+        self.name, self.trace = name, trace
+        self.forward: Callable[..., Any] = functions[name]
+        self._float32 = functions.get(f"{name}.forward_fp32")
+
+    def __call__(self, *arguments: Any, **keywords: Any) -> Any:
+        return self.forward(*arguments, **keywords)
+
+    def forward_fp32(self, *arguments: Any, **keywords: Any) -> Any:
+        """The same arithmetic with a float32 result, whatever the input dtype."""
+        if self._float32 is None:
+            raise UnsupportedProblem(self.trace.selected_backend, [f"{self.name} has no forward_fp32"])
+        return self._float32(*arguments, **keywords)
+
+    def forward_with_lse(self, *arguments: Any, **keywords: Any) -> Any:
+        """``(out, lse)`` of attention."""
+        if "return_lse" not in OPERATORS[self.name].options:
+            raise UnsupportedProblem(self.trace.selected_backend, [f"{self.name} has no log-sum-exp"])
+        return self.forward(*arguments, **keywords, return_lse=True)
+
+    def __repr__(self) -> str:
+        return f"<{self.name} of {self.trace.selected_backend}, contract {self.trace.contract}>"
+
+
+def get_op(name: str, *, device: str = "cpu", backend: str | None = None, contract: str | None = None) -> Op:
+    """The operator ``name`` for ``device`` ("cpu", "cuda", "rocm").
+
+    Without ``backend`` the first usable one in the device's order is taken and each one passed over stands with its reasons in ``.trace.prior_rejections``.
+    A backend (``"NAME"`` or ``"NAME:engine"``) or contract asked for by name never falls back. Raises UnknownName, BackendUnavailable or UnsupportedProblem.
+    """
+    operator(name)
+    if name == PRODUCTION:
+        if contract is not None:
+            raise UnsupportedProblem("attn", [f"contract {contract} (attn is production attention, outside every contract; use 'attention')"])
+        wanted = "none"
+    else:
+        wanted = contract or default_contract(name, "float32", 1, device)
+        find_contract(wanted)
+    if backend is not None:
+        chosen = get_backend(backend)
+        engine = chosen.engine(parse(backend)[1])
+        reasons = _rejections(chosen, engine, name, wanted, device)
+        if reasons:
+            raise BackendUnavailable(backend, "; ".join(reasons))
+        return _op(name, chosen, engine, wanted, device, ())
+    rejected: list[str] = []
+    candidates = in_order(device)
+    for candidate in candidates:
+        loaded = load(candidate)
+        if loaded.backend is None:
+            rejected.append(f"{candidate}: {loaded.error}")
+            continue
+        for engine in loaded.backend.engines:
+            reasons = _rejections(loaded.backend, engine, name, wanted, device)
+            if not reasons:
+                return _op(name, loaded.backend, engine, wanted, device, tuple(rejected))
+            rejected.append(f"{candidate}:{engine}: {'; '.join(reasons)}")
+    if not candidates:
+        raise UnknownName("device", device, ("cpu", "cuda", "rocm"))
+    raise UnsupportedProblem(f"no installed backend runs {name} on {device}; attn", rejected)
+
+
+def _rejections(backend: Backend, engine: str, name: str, contract: str, device: str) -> tuple[str, ...]:
+    capabilities = backend.capabilities(engine)
+    reasons = []
+    if name not in capabilities.operators:
+        reasons.append(f"operator {name} (supported: {', '.join(capabilities.operators)})")
+    if name != PRODUCTION and contract not in capabilities.contracts:
+        reasons.append(f"contract {contract} (supported: {', '.join(capabilities.contracts)})")
+    if device not in capabilities.devices:
+        reasons.append(f"device {device} (supported: {', '.join(capabilities.devices)})")
+    if not reasons:
+        state = backend.unavailable(device, engine)
+        reasons.extend([] if state is None else [state])
+    return tuple(reasons)
+
+
+def _op(name: str, backend: Backend, engine: str, contract: str, device: str, rejected: tuple[str, ...]) -> Op:
+    arithmetic = None if name == PRODUCTION else find_contract(contract)
+    trace = Trace(
+        op=name,
+        selected_backend=f"{backend.name}:{engine}",
+        contract=contract,
+        reduction_order=arithmetic.reduction_order if arithmetic else "not stated",
+        accumulator_precision=arithmetic.accumulator_precision if arithmetic else "not stated",
+        split_k=arithmetic.split_k if arithmetic else None,
+        tf32=arithmetic.tf32 if arithmetic else None,
+        kernel_fingerprint=backend.fingerprint(device, engine),
+        platform=f"{device} {platform.machine()}",
+        fallback=bool(rejected),
+        prior_rejections=rejected,
+    )
+    return Op(name, backend, engine, trace)

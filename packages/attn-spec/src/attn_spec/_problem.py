@@ -1,0 +1,34 @@
+"""A frozen description of one call: what every backend is asked about, and what every error prints."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+__all__ = ["Problem"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Problem:
+    """One call of one operator, without its data.
+
+    Sizes follow the axes of ``attn_spec``; for packed input ``batch`` counts segments and ``queries``/``keys`` are packed totals.
+    ``features`` holds the name of each keyword that is used ("causal", "window", "sinks", ...) and "gradient" when a gradient is asked for.
+    """
+
+    op: str
+    dtype: str
+    device: str = "cpu"
+    contract: str = "ordered-v1"
+    batch: int = 1
+    heads: int = 1
+    kv_heads: int = 1
+    queries: int = 1
+    keys: int = 1
+    head_dim: int = 1
+    value_dim: int = 1
+    features: frozenset[str] = frozenset()
+
+    def __str__(self) -> str:
+        sizes = f"B={self.batch} H={self.heads} K={self.kv_heads} S={self.queries} T={self.keys} D={self.head_dim} V={self.value_dim}"
+        used = " ".join(sorted(self.features))
+        return f"{self.op} {sizes} {self.dtype} {self.device} {self.contract}" + (f" {used}" if used else "")

@@ -1,0 +1,1 @@
+"""Testing tools: byte comparison, named cases, Hypothesis strategies and the pytest plugin."""

@@ -1,0 +1,83 @@
+"""The kernels that a torch backend supplies; registration, checks and autograd are built over them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+__all__ = ["AttentionInputs", "Kernels"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class AttentionInputs:
+    """Checked inputs of one attention call, dense or packed.
+
+    Dense: q [B, H, S, D], k [B, K, T, D], v [B, K, T, V]. Packed (``cu_seqlens_q`` given): q [total, H, D], k [total, K, D], v [total, K, V].
+    ``query_mask`` [B, S] and ``key_mask`` [B, T] are bool, True keeps; a dropped query sees no key. Integer arrays are int64.
+    ``sinks`` [H] and ``bias`` [B|1, H|1, S|1, T|1] are float32. ``window_left`` and ``window_right`` are -1 without a bound.
+    ``dropout_seed`` is an int64 scalar tensor that holds the bits of the unsigned seed; present iff ``dropout_p > 0``.
+    """
+
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    query_mask: Tensor | None = None
+    key_mask: Tensor | None = None
+    kv_lengths: Tensor | None = None
+    q_start: Tensor | None = None
+    k_start: Tensor | None = None
+    sinks: Tensor | None = None
+    bias: Tensor | None = None
+    cu_seqlens_q: Tensor | None = None
+    cu_seqlens_k: Tensor | None = None
+    seqlens_q: Tensor | None = None
+    seqlens_k: Tensor | None = None
+    dropout_seed: Tensor | None = None
+    causal: bool = False
+    scale: float = 1.0
+    window_left: int = -1
+    window_right: int = -1
+    dropout_p: float = 0.0
+
+    @property
+    def packed(self) -> bool:
+        return self.cu_seqlens_q is not None
+
+    @property
+    def row_shape(self) -> tuple[int, ...]:
+        """Shape of LSE and of the row state: [B, H, S], packed [H, total]."""
+        return (self.q.shape[1], self.q.shape[0]) if self.packed else tuple(self.q.shape[:3])
+
+
+class Kernels(Protocol):
+    """Kernels of one engine, in contract order. Tensors may have any strides; results are fresh and contiguous. Gradients have the dtype of their input.
+
+    An engine that lacks an operator omits its methods and does not list the operator in its capabilities.
+    """
+
+    def softmax_forward(self, scores: Tensor, mask: Tensor | None, out_dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:
+        """scores [..., T], mask [B, T] or None -> probs of ``out_dtype``, row max and row sum (float32, scores.shape[:-1])."""
+
+    def softmax_backward(self, dprobs: Tensor, scores: Tensor, mask: Tensor | None, row_max: Tensor, row_sum: Tensor) -> Tensor:
+        """dprobs (any float dtype) -> dscores in the dtype of scores."""
+
+    def qk_gemm_forward(self, q: Tensor, k: Tensor, scale: float, out_dtype: torch.dtype) -> Tensor: ...
+
+    def qk_gemm_backward(
+        self, dscores: Tensor, q: Tensor, k: Tensor, scale: float, needs: tuple[bool, bool]
+    ) -> tuple[Tensor | None, Tensor | None]: ...
+
+    def av_gemm_forward(self, probs: Tensor, v: Tensor, out_dtype: torch.dtype) -> Tensor: ...
+
+    def av_gemm_backward(self, dout: Tensor, probs: Tensor, v: Tensor, needs: tuple[bool, bool]) -> tuple[Tensor | None, Tensor | None]: ...
+
+    def attention_forward(self, inputs: AttentionInputs, out_dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """out (layout of q with V columns), LSE, row max, row sum (float32, ``inputs.row_shape``)."""
+
+    def attention_backward(
+        self, inputs: AttentionInputs, dout: Tensor, dlse: Tensor | None, row_max: Tensor, row_sum: Tensor, needs: frozenset[str]
+    ) -> dict[str, Tensor]:
+        """Gradients of the names in ``needs`` (q, k, v, sinks, bias), each with the shape and dtype of its input."""

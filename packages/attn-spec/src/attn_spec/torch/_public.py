@@ -1,0 +1,495 @@
+"""The public operators of a torch backend: one set of checked functions with the same names, keywords and docstrings in every package."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from attn_spec._errors import UnsupportedProblem
+from attn_spec._problem import Problem
+from attn_spec._validation import describe
+from attn_spec.torch._arrays import info
+from attn_spec.torch._registration import register
+
+if TYPE_CHECKING:
+    from attn_spec.torch._backend import TorchBackend
+    from attn_spec.torch._kernels import Kernels
+
+__all__ = ["Operators"]
+
+Outputs = Tensor | tuple[Tensor, Tensor]
+
+
+class Operators:
+    """Public functions over the kernels of one engine, registered under ``torch.ops.<namespace>``.
+
+    Every function checks its arguments first (ValueError, TypeError), then asks the backend's capabilities (UnsupportedProblem), and only then runs.
+    Under autocast, floating inputs are cast to the autocast dtype; gradients come back in each input's own dtype.
+    """
+
+    def __init__(self, backend: TorchBackend, engine: str, namespace: str, kernels: Kernels) -> None:
+        self._backend, self._engine = backend, engine
+        register(namespace, kernels, frozenset(backend.capabilities(engine).operators))
+        self._ops = getattr(torch.ops, namespace)
+
+    def functions(self) -> dict[str, Callable[..., Any]]:
+        """The functions that this engine supports, by operator name; "NAME.forward_fp32" gives a float32 result."""
+        found: dict[str, Callable[..., Any]] = {}
+        for name in self._backend.capabilities(self._engine).operators:
+            found[name] = getattr(self, name)
+            if hasattr(self, f"_{name}"):
+                found[f"{name}.forward_fp32"] = _with_float32_result(getattr(self, f"_{name}"))
+        return found
+
+    def joint_attn_qk_gemm(
+        self, q: Tensor, k: Tensor, *, scale: float | None = None, out_dtype: torch.dtype = torch.float32, contract: str | None = None
+    ) -> Tensor:
+        """Scores of joint attention: ``scale * q k^T``, one FMA chain over D for each output, scaled after the sum.
+
+        Args:
+            q: [B, H, S, D], float32, bfloat16 or float16, any strides.
+            k: [B, K, T, D], same dtype; H is a multiple of K.
+            scale: None is 1/sqrt(D); 0.0 and negative values are used as they are.
+            out_dtype: dtype of the result.
+
+        Returns:
+            [B, H, S, T].
+
+        Raises:
+            TypeError, ValueError: bad dtype, shape, device or scale. UnsupportedProblem: this backend does not run it.
+
+        Source: docs/contracts/ordered-v1.md, section 3.
+        """
+        q, k = _autocast(q, k)
+        self._check("joint_attn_qk_gemm", {"q": q, "k": k}, {"scale": scale}, contract, q, k)
+        return self._ops.joint_attn_qk_gemm(q, k, _scale(scale, q), out_dtype)
+
+    def joint_attn_softmax(self, scores: Tensor, *, key_padding_mask: Tensor | None = None, contract: str | None = None) -> Tensor:
+        """Softmax over the last axis in 256-key tiles, combined left to right.
+
+        Args:
+            scores: [..., T], float32, bfloat16 or float16, T >= 1, any strides. -inf masks a key in place.
+            key_padding_mask: bool [B, T], True keeps the key (the opposite of torch.nn.MultiheadAttention), B = scores.shape[0]. Dropped keys are
+                compacted away, so padding moves no bit of the kept ones.
+
+        Returns:
+            Probabilities, shape and dtype of ``scores``. Dropped and masked keys, and rows without a key, are +0.
+
+        Raises:
+            TypeError, ValueError: bad dtype, shape or device. UnsupportedProblem: this backend does not run it.
+
+        Source: docs/contracts/ordered-v1.md, section 2.
+        """
+        return self._joint_attn_softmax(scores, key_padding_mask=key_padding_mask, contract=contract)
+
+    def _joint_attn_softmax(
+        self, scores: Tensor, *, key_padding_mask: Tensor | None = None, contract: str | None = None, out_dtype: torch.dtype | None = None
+    ) -> Tensor:
+        arrays = {"scores": scores, "key_padding_mask": key_padding_mask}
+        self._check("joint_attn_softmax", arrays, {}, contract, scores)
+        return self._ops.joint_attn_softmax(scores, key_padding_mask, out_dtype or scores.dtype)[0]
+
+    def joint_attn_av_gemm(self, probs: Tensor, v: Tensor, *, contract: str | None = None) -> Tensor:
+        """Output of joint attention: ``probs v``, one FMA chain over T for each output.
+
+        Args:
+            probs: [B, H, S, T], float32 or the dtype of v.
+            v: [B, K, T, V]; H is a multiple of K.
+
+        Returns:
+            [B, H, S, V] in the dtype of v.
+
+        Raises:
+            TypeError, ValueError: bad dtype, shape or device. UnsupportedProblem: this backend does not run it.
+
+        Source: docs/contracts/ordered-v1.md, section 3.
+        """
+        return self._joint_attn_av_gemm(probs, v, contract=contract)
+
+    def _joint_attn_av_gemm(self, probs: Tensor, v: Tensor, *, contract: str | None = None, out_dtype: torch.dtype | None = None) -> Tensor:
+        probs, v = _autocast(probs, v)
+        self._check("joint_attn_av_gemm", {"probs": probs, "v": v}, {}, contract, probs, v)
+        return self._ops.joint_attn_av_gemm(probs, v, out_dtype or v.dtype)
+
+    def joint_attention(
+        self,
+        q_txt: Tensor,
+        k_txt: Tensor,
+        v_txt: Tensor,
+        q_img: Tensor,
+        k_img: Tensor,
+        v_img: Tensor,
+        *,
+        prompt_mask: Tensor | None = None,
+        scale: float | None = None,
+        contract: str | None = None,
+    ) -> tuple[Tensor, Tensor]:
+        """Joint text and image attention: every token attends to all text tokens and all image tokens, text first.
+
+        Args:
+            q_txt, k_txt, v_txt: [B, H|K, T_txt, D|V]; q_img, k_img, v_img: [B, H|K, T_img, D|V]; one dtype.
+            prompt_mask: bool [B, T_txt], True for a token. Padding moves no bit, and padded text rows are +0.
+            scale: None is 1/sqrt(D).
+
+        Returns:
+            ``(out_txt, out_img)``, [B, H, T_txt, V] and [B, H, T_img, V].
+
+        Raises:
+            TypeError, ValueError: bad dtype, shape, device or scale. UnsupportedProblem: this backend does not run it.
+
+        Source: docs/contracts/ordered-v1.md, section 3.
+        """
+        return self._joint_attention(q_txt, k_txt, v_txt, q_img, k_img, v_img, prompt_mask=prompt_mask, scale=scale, contract=contract)
+
+    def _joint_attention(
+        self,
+        *tensors: Tensor,
+        prompt_mask: Tensor | None = None,
+        scale: float | None = None,
+        contract: str | None = None,
+        out_dtype: torch.dtype | None = None,
+    ) -> tuple[Tensor, Tensor]:
+        tensors = _autocast(*tensors)
+        names = ("q_txt", "k_txt", "v_txt", "q_img", "k_img", "v_img")
+        arrays = {**dict(zip(names, tensors, strict=True)), "prompt_mask": prompt_mask}
+        self._check("joint_attention", arrays, {"scale": scale}, contract, *tensors)
+        q, k, v = (torch.cat((tensors[index], tensors[index + 3]), dim=2) for index in range(3))
+        text = tensors[0].shape[2]
+        mask = None
+        if prompt_mask is not None:
+            mask = torch.cat((prompt_mask, prompt_mask.new_ones(q.shape[0], q.shape[2] - text)), dim=1)
+        out = self._run(q, k, v, query_mask=mask, key_mask=mask, scale=scale, out_dtype=out_dtype)[0]
+        return out[:, :, :text], out[:, :, text:]
+
+    def attention(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        *,
+        causal: bool = True,
+        scale: float | None = None,
+        key_padding_mask: Tensor | None = None,
+        kv_lengths: Tensor | None = None,
+        q_start: int | Tensor | None = None,
+        k_start: int | Tensor | None = None,
+        window: tuple[int | None, int | None] | None = None,
+        sinks: Tensor | None = None,
+        bias: Tensor | None = None,
+        dropout_p: float = 0.0,
+        dropout_seed: int | Tensor | None = None,
+        return_lse: bool = False,
+        contract: str | None = None,
+    ) -> Outputs:
+        """Softmax attention with softmax sinks, O(S) memory.
+
+        Args:
+            q: [B, H, S, D]; k: [B, K, T, D]; v: [B, K, T, V]; one dtype of float32, bfloat16, float16; any strides; H a multiple of K.
+            causal: key j is visible to query i iff ``k_start + j <= q_start + i`` (bottom-right by default; ``q_start=0`` is top-left).
+            scale: None is 1/sqrt(D); 0.0 and negative values are used as they are.
+            key_padding_mask: bool [B, T], True keeps the key. Dropped keys are compacted away.
+            kv_lengths: int [B], used keys of each batch item; default T.
+            q_start: position of query 0, int or int [B]; default ``k_start + kv_lengths - S``.
+            k_start: position of stored key 0, int or int [B], at least 0 (rolling caches); default 0.
+            window: ``(left, right)`` positions visible besides the diagonal one; None for no bound.
+            sinks: [H] logits after scaling, float32 (other float dtypes are converted); -inf is no sink, 0 is off-by-one softmax.
+            bias: [B|1, H|1, S|1, T|1], added after scaling; -inf masks.
+            dropout_p: probability that a pair is dropped after normalisation, with ``dropout_seed`` (64-bit int or int64 scalar tensor; None draws one
+                from torch's default CPU generator).
+            return_lse: also return the log-sum-exp.
+
+        Returns:
+            ``out`` [B, H, S, V] in the dtype of v, or ``(out, lse)`` with lse float32 [B, H, S], natural logarithm, sink included. A row without a
+            visible key is +0 with lse -inf (with a sink: the sink).
+
+        Raises:
+            TypeError, ValueError: bad dtype, shape, device or option. UnsupportedProblem: this backend does not run it.
+
+        Source: docs/contracts/ordered-v1.md, section 3.
+        """
+        return self._attention(
+            q,
+            k,
+            v,
+            causal=causal,
+            scale=scale,
+            key_padding_mask=key_padding_mask,
+            kv_lengths=kv_lengths,
+            q_start=q_start,
+            k_start=k_start,
+            window=window,
+            sinks=sinks,
+            bias=bias,
+            dropout_p=dropout_p,
+            dropout_seed=dropout_seed,
+            return_lse=return_lse,
+            contract=contract,
+        )
+
+    def _attention(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        *,
+        causal: bool = True,
+        scale: float | None = None,
+        key_padding_mask: Tensor | None = None,
+        kv_lengths: Tensor | None = None,
+        q_start: int | Tensor | None = None,
+        k_start: int | Tensor | None = None,
+        window: tuple[int | None, int | None] | None = None,
+        sinks: Tensor | None = None,
+        bias: Tensor | None = None,
+        dropout_p: float = 0.0,
+        dropout_seed: int | Tensor | None = None,
+        return_lse: bool = False,
+        contract: str | None = None,
+        out_dtype: torch.dtype | None = None,
+    ) -> Outputs:
+        q, k, v = _autocast(q, k, v)
+        arrays = {"q": q, "k": k, "v": v, "key_padding_mask": key_padding_mask, "kv_lengths": kv_lengths, "sinks": sinks, "bias": bias}
+        options: dict[str, Any] = {
+            "causal": causal,
+            "scale": scale,
+            "window": window,
+            "dropout_p": dropout_p,
+            "dropout_seed": dropout_seed,
+            "return_lse": return_lse,
+        }
+        for name, start in (("q_start", q_start), ("k_start", k_start)):
+            (arrays if isinstance(start, Tensor) else options)[name] = start  # type: ignore[assignment]
+        self._check("attention", arrays, options, contract, q, k, v, sinks, bias)
+        out, lse = self._run(
+            q,
+            k,
+            v,
+            key_mask=key_padding_mask,
+            kv_lengths=_lengths("kv_lengths", kv_lengths, k.shape[2]),
+            q_start=_starts(q_start, q),
+            k_start=_starts(k_start, q),
+            window=window,
+            sinks=sinks,
+            bias=bias,
+            dropout_p=dropout_p,
+            dropout_seed=dropout_seed,
+            causal=causal,
+            scale=scale,
+            out_dtype=out_dtype,
+        )
+        return (out, lse) if return_lse else out
+
+    def attention_varlen(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        cu_seqlens_q: Tensor,
+        cu_seqlens_k: Tensor,
+        *,
+        seqlens_q: Tensor | None = None,
+        seqlens_k: Tensor | None = None,
+        causal: bool = True,
+        scale: float | None = None,
+        window: tuple[int | None, int | None] | None = None,
+        sinks: Tensor | None = None,
+        dropout_p: float = 0.0,
+        dropout_seed: int | Tensor | None = None,
+        return_lse: bool = False,
+        contract: str | None = None,
+    ) -> Outputs:
+        """Attention over packed segments; each segment is one ``attention`` call of its own lengths.
+
+        Args:
+            q: [total_q, H, D]; k: [total_k, K, D]; v: [total_k, K, V]; one dtype; H a multiple of K.
+            cu_seqlens_q, cu_seqlens_k: int [segments + 1], offsets of the segments, not decreasing, within the packed arrays.
+            seqlens_q, seqlens_k: int [segments], used lengths when segments are padded; default: up to the next offset.
+            causal, scale, window, sinks, dropout_p, dropout_seed, return_lse: as in ``attention``; positions count within a segment.
+
+        Returns:
+            ``out`` [total_q, H, V], or ``(out, lse)`` with lse float32 [H, total_q]. Rows outside every used segment are +0 with lse -inf, and their
+            gradients are +0.
+
+        Raises:
+            TypeError, ValueError: bad dtype, shape, device, offsets or option. UnsupportedProblem: this backend does not run it.
+
+        Source: docs/contracts/ordered-v1.md, section 3.
+        """
+        return self._attention_varlen(
+            q,
+            k,
+            v,
+            cu_seqlens_q,
+            cu_seqlens_k,
+            seqlens_q=seqlens_q,
+            seqlens_k=seqlens_k,
+            causal=causal,
+            scale=scale,
+            window=window,
+            sinks=sinks,
+            dropout_p=dropout_p,
+            dropout_seed=dropout_seed,
+            return_lse=return_lse,
+            contract=contract,
+        )
+
+    def _attention_varlen(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        cu_seqlens_q: Tensor,
+        cu_seqlens_k: Tensor,
+        *,
+        seqlens_q: Tensor | None = None,
+        seqlens_k: Tensor | None = None,
+        return_lse: bool = False,
+        contract: str | None = None,
+        out_dtype: torch.dtype | None = None,
+        **options: Any,
+    ) -> Outputs:
+        q, k, v = _autocast(q, k, v)
+        sinks = options.pop("sinks", None)
+        arrays = {"q": q, "k": k, "v": v, "cu_seqlens_q": cu_seqlens_q, "cu_seqlens_k": cu_seqlens_k, "seqlens_q": seqlens_q, "seqlens_k": seqlens_k}
+        self._check("attention_varlen", {**arrays, "sinks": sinks}, {**options, "return_lse": return_lse}, contract, q, k, v, sinks)
+        _check_offsets("cu_seqlens_q", cu_seqlens_q, q.shape[0], seqlens_q)
+        _check_offsets("cu_seqlens_k", cu_seqlens_k, k.shape[0], seqlens_k)
+        integers = {name: _int64(arrays[name]) for name in ("cu_seqlens_q", "cu_seqlens_k", "seqlens_q", "seqlens_k")}
+        out, lse = self._run(q, k, v, sinks=sinks, out_dtype=out_dtype, **integers, **{"causal": True, **options})
+        return (out, lse) if return_lse else out
+
+    def _run(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        *,
+        query_mask: Tensor | None = None,
+        key_mask: Tensor | None = None,
+        kv_lengths: Tensor | None = None,
+        q_start: Tensor | None = None,
+        k_start: Tensor | None = None,
+        sinks: Tensor | None = None,
+        bias: Tensor | None = None,
+        cu_seqlens_q: Tensor | None = None,
+        cu_seqlens_k: Tensor | None = None,
+        seqlens_q: Tensor | None = None,
+        seqlens_k: Tensor | None = None,
+        dropout_seed: int | Tensor | None = None,
+        causal: bool = False,
+        scale: float | None = None,
+        window: tuple[int | None, int | None] | None = None,
+        dropout_p: float = 0.0,
+        out_dtype: torch.dtype | None = None,
+    ) -> tuple[Tensor, Tensor]:
+        left, right = (-1 if side is None else int(side) for side in (window or (None, None)))
+        out, lse, _, _ = self._ops.attention(
+            q,
+            k,
+            v,
+            query_mask,
+            key_mask,
+            kv_lengths,
+            q_start,
+            k_start,
+            None if sinks is None else sinks.float(),
+            None if bias is None else bias.float(),
+            cu_seqlens_q,
+            cu_seqlens_k,
+            seqlens_q,
+            seqlens_k,
+            _seed(dropout_seed, q) if dropout_p > 0.0 else None,
+            bool(causal),
+            _scale(scale, q),
+            left,
+            right,
+            float(dropout_p),
+            out_dtype or v.dtype,
+        )
+        return out, lse
+
+    def _check(
+        self, op: str, arrays: dict[str, Tensor | None], options: dict[str, Any], contract: str | None, *differentiable: Tensor | None
+    ) -> Problem:
+        gradient = torch.is_grad_enabled() and any(tensor is not None and tensor.requires_grad for tensor in differentiable)
+        described = {name: info(tensor) for name, tensor in arrays.items()}
+        problem = describe(op, described, options, contract=contract, gradient=gradient)
+        _check_one_device(op, arrays)
+        reasons = self._backend.reasons(problem, self._engine)
+        if reasons:
+            from attn_spec._registry import runners
+
+            raise UnsupportedProblem(self._backend.name, reasons, problem, runners(problem, without=self._backend.name))
+        return problem
+
+
+def _with_float32_result(function: Callable[..., Any]) -> Callable[..., Any]:
+    def forward_fp32(*arguments: Any, **keywords: Any) -> Any:
+        return function(*arguments, **keywords, out_dtype=torch.float32)
+
+    return forward_fp32
+
+
+def _check_one_device(op: str, arrays: dict[str, Tensor | None]) -> None:
+    devices = {name: tensor.device for name, tensor in arrays.items() if tensor is not None}
+    if len(set(devices.values())) > 1:
+        raise ValueError(f"{op}: all tensors must be on one device; got {', '.join(f'{name} on {device}' for name, device in devices.items())}")
+
+
+def _autocast(*tensors: Tensor) -> tuple[Tensor, ...]:
+    kind = tensors[0].device.type if isinstance(tensors[0], Tensor) else "cpu"
+    if not torch.is_autocast_enabled(kind):
+        return tensors
+    dtype = torch.get_autocast_dtype(kind)
+    return tuple(tensor.to(dtype) if tensor.is_floating_point() else tensor for tensor in tensors)
+
+
+def _scale(scale: float | None, q: Tensor) -> float:
+    return 1.0 / math.sqrt(q.shape[-1]) if scale is None else float(scale)
+
+
+def _int64(tensor: Tensor | None) -> Tensor | None:
+    return None if tensor is None else tensor.to(torch.int64)
+
+
+def _starts(start: int | Tensor | None, q: Tensor) -> Tensor | None:
+    if start is None:
+        return None
+    if isinstance(start, Tensor):
+        return start.to(torch.int64)
+    return torch.full((q.shape[0],), start, dtype=torch.int64, device=q.device)
+
+
+def _readable(tensor: Tensor | None) -> bool:
+    """Values are checked where reading them costs no device synchronisation; kernels clamp them elsewhere."""
+    return tensor is not None and tensor.device.type == "cpu" and not torch.compiler.is_compiling()
+
+
+def _lengths(name: str, lengths: Tensor | None, limit: int) -> Tensor | None:
+    if lengths is not None and _readable(lengths) and lengths.numel() and (int(lengths.min()) < 0 or int(lengths.max()) > limit):
+        raise ValueError(f"attention: {name} must lie in [0, {limit}]; got {lengths.tolist()}")
+    return _int64(lengths)
+
+
+def _check_offsets(name: str, offsets: Tensor, total: int, used: Tensor | None) -> None:
+    if not _readable(offsets):
+        return
+    sizes = torch.diff(offsets.to(torch.int64))
+    if int(offsets[0]) < 0 or (sizes < 0).any() or int(offsets[-1]) > total:
+        raise ValueError(f"attention_varlen: {name} must not decrease and must lie in [0, {total}]; got {offsets.tolist()}")
+    if used is not None and _readable(used) and ((used < 0) | (used > sizes)).any():
+        raise ValueError(f"attention_varlen: used lengths must lie between 0 and the segment sizes {sizes.tolist()}; got {used.tolist()}")
+
+
+def _seed(seed: int | Tensor | None, q: Tensor) -> Tensor:
+    if seed is None:
+        drawn = torch.randint(-(2**63), 2**63 - 1, (), dtype=torch.int64)
+        return drawn.to(q.device)
+    if isinstance(seed, Tensor):
+        return seed.to(device=q.device, dtype=torch.int64).reshape(())
+    signed = int(seed) - 2**64 if int(seed) >= 2**63 else int(seed)
+    return torch.tensor(signed, dtype=torch.int64, device=q.device)

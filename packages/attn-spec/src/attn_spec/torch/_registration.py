@@ -1,0 +1,228 @@
+"""torch.library operators over one engine's kernels: schema, kernel, fake and autograd, defined once for every torch backend.
+
+Operators take and return tensors and plain numbers only, so that torch.compile, opcheck and export see all of them. Optional gradients that were not
+asked for come back as empty tensors, since a schema has no optional results.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from attn_spec.torch._kernels import AttentionInputs, Kernels
+
+__all__ = ["register"]
+
+_ATTENTION_ARGUMENTS = (
+    "Tensor q, Tensor k, Tensor v, Tensor? query_mask, Tensor? key_mask, Tensor? kv_lengths, Tensor? q_start, Tensor? k_start, "
+    "Tensor? sinks, Tensor? bias, Tensor? cu_seqlens_q, Tensor? cu_seqlens_k, Tensor? seqlens_q, Tensor? seqlens_k, Tensor? dropout_seed, "
+    "bool causal, float scale, int window_left, int window_right, float dropout_p"
+)
+_NAMES = tuple(part.split()[-1] for part in _ATTENTION_ARGUMENTS.split(", "))
+_TENSORS = _NAMES[:15]
+_SECOND = "has no second derivative; use attn_reference.attention_fp32 to differentiate twice"
+
+_SCHEMAS = {
+    "joint_attn_softmax": "(Tensor scores, Tensor? mask, ScalarType out_dtype) -> (Tensor, Tensor, Tensor)",
+    "joint_attn_softmax_backward": "(Tensor dprobs, Tensor scores, Tensor? mask, Tensor row_max, Tensor row_sum) -> Tensor",
+    "joint_attn_qk_gemm": "(Tensor q, Tensor k, float scale, ScalarType out_dtype) -> Tensor",
+    "joint_attn_qk_gemm_backward": "(Tensor dscores, Tensor q, Tensor k, float scale, bool need_q, bool need_k) -> (Tensor, Tensor)",
+    "joint_attn_av_gemm": "(Tensor probs, Tensor v, ScalarType out_dtype) -> Tensor",
+    "joint_attn_av_gemm_backward": "(Tensor dout, Tensor probs, Tensor v, bool need_probs, bool need_v) -> (Tensor, Tensor)",
+    "attention": f"({_ATTENTION_ARGUMENTS}, ScalarType out_dtype) -> (Tensor, Tensor, Tensor, Tensor)",
+    "attention_backward": (
+        f"(Tensor dout, Tensor? dlse, Tensor row_max, Tensor row_sum, {_ATTENTION_ARGUMENTS}, bool need_q, bool need_k, bool need_v, "
+        "bool need_sinks, bool need_bias) -> (Tensor, Tensor, Tensor, Tensor, Tensor)"
+    ),
+}
+
+
+def register(namespace: str, kernels: Kernels, operators: frozenset[str]) -> None:
+    """Define ``torch.ops.<namespace>.*`` for the operators that ``kernels`` has (of joint_attn_*, attention)."""
+    library = torch.library.Library(namespace, "DEF")
+    _LIBRARIES.append(library)
+    for name in ("joint_attn_softmax", "joint_attn_qk_gemm", "joint_attn_av_gemm", "attention"):
+        if name not in operators:
+            continue
+        forward, backward, fake, fake_backward = _IMPLEMENTATIONS[name](kernels)
+        for suffix, implementation, abstract in (("", forward, fake), ("_backward", backward, fake_backward)):
+            library.define(name + suffix + _SCHEMAS[name + suffix])
+            library.impl(name + suffix, implementation, "CompositeExplicitAutograd")
+            torch.library.register_fake(f"{namespace}::{name}{suffix}", abstract, lib=library)
+        setup, gradient = _AUTOGRAD[name](namespace)
+        torch.library.register_autograd(f"{namespace}::{name}", gradient, setup_context=setup, lib=library)
+        torch.library.register_autograd(f"{namespace}::{name}_backward", _raises_twice(namespace, name), lib=library)
+
+
+_LIBRARIES: list[torch.library.Library] = []
+"""Libraries stay registered as long as they are referenced."""
+
+
+def _raises_twice(namespace: str, name: str) -> Callable[..., Any]:
+    def twice(ctx: Any, *grads: Any) -> Any:
+        raise NotImplementedError(f"{namespace}: {name} {_SECOND}")
+
+    return twice
+
+
+def _empty(like: Tensor) -> Tensor:
+    return like.new_empty(0)
+
+
+# --- softmax -------------------------------------------------------------------------------------------------------------------------------------
+
+
+def _softmax(kernels: Kernels) -> tuple[Callable[..., Any], ...]:
+    def fake(scores: Tensor, mask: Tensor | None, out_dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:
+        rows = scores.shape[:-1]
+        return (
+            scores.new_empty(scores.shape, dtype=out_dtype),
+            scores.new_empty(rows, dtype=torch.float32),
+            scores.new_empty(rows, dtype=torch.float32),
+        )
+
+    def fake_backward(dprobs: Tensor, scores: Tensor, mask: Tensor | None, row_max: Tensor, row_sum: Tensor) -> Tensor:
+        return scores.new_empty(scores.shape)
+
+    return kernels.softmax_forward, kernels.softmax_backward, fake, fake_backward
+
+
+def _softmax_autograd(namespace: str) -> tuple[Callable[..., Any], Callable[..., Any]]:
+    def setup(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
+        scores, mask, _ = inputs
+        ctx.mark_non_differentiable(*output[1:])
+        ctx.save_for_backward(scores, mask, *output[1:])
+
+    def gradient(ctx: Any, dprobs: Tensor, *unused: Any) -> tuple[Any, ...]:
+        backward = getattr(torch.ops, namespace).joint_attn_softmax_backward
+        return backward(dprobs, *ctx.saved_tensors), None, None
+
+    return setup, gradient
+
+
+# --- products ------------------------------------------------------------------------------------------------------------------------------------
+
+
+def _qk_gemm(kernels: Kernels) -> tuple[Callable[..., Any], ...]:
+    def backward(dscores: Tensor, q: Tensor, k: Tensor, scale: float, need_q: bool, need_k: bool) -> tuple[Tensor, Tensor]:
+        dq, dk = kernels.qk_gemm_backward(dscores, q, k, scale, (need_q, need_k))
+        return _empty(q) if dq is None else dq, _empty(k) if dk is None else dk
+
+    def fake(q: Tensor, k: Tensor, scale: float, out_dtype: torch.dtype) -> Tensor:
+        return q.new_empty((*q.shape[:3], k.shape[2]), dtype=out_dtype)
+
+    def fake_backward(dscores: Tensor, q: Tensor, k: Tensor, scale: float, need_q: bool, need_k: bool) -> tuple[Tensor, Tensor]:
+        return q.new_empty(q.shape if need_q else 0), k.new_empty(k.shape if need_k else 0)
+
+    return kernels.qk_gemm_forward, backward, fake, fake_backward
+
+
+def _qk_gemm_autograd(namespace: str) -> tuple[Callable[..., Any], Callable[..., Any]]:
+    def setup(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+        ctx.save_for_backward(inputs[0], inputs[1])
+        ctx.scale = inputs[2]
+
+    def gradient(ctx: Any, dscores: Tensor) -> tuple[Any, ...]:
+        need_q, need_k = ctx.needs_input_grad[:2]
+        dq, dk = getattr(torch.ops, namespace).joint_attn_qk_gemm_backward(dscores, *ctx.saved_tensors, ctx.scale, need_q, need_k)
+        return dq if need_q else None, dk if need_k else None, None, None
+
+    return setup, gradient
+
+
+def _av_gemm(kernels: Kernels) -> tuple[Callable[..., Any], ...]:
+    def backward(dout: Tensor, probs: Tensor, v: Tensor, need_probs: bool, need_v: bool) -> tuple[Tensor, Tensor]:
+        dprobs, dv = kernels.av_gemm_backward(dout, probs, v, (need_probs, need_v))
+        return _empty(probs) if dprobs is None else dprobs, _empty(v) if dv is None else dv
+
+    def fake(probs: Tensor, v: Tensor, out_dtype: torch.dtype) -> Tensor:
+        return probs.new_empty((*probs.shape[:3], v.shape[3]), dtype=out_dtype)
+
+    def fake_backward(dout: Tensor, probs: Tensor, v: Tensor, need_probs: bool, need_v: bool) -> tuple[Tensor, Tensor]:
+        return probs.new_empty(probs.shape if need_probs else 0), v.new_empty(v.shape if need_v else 0)
+
+    return kernels.av_gemm_forward, backward, fake, fake_backward
+
+
+def _av_gemm_autograd(namespace: str) -> tuple[Callable[..., Any], Callable[..., Any]]:
+    def setup(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+        ctx.save_for_backward(inputs[0], inputs[1])
+
+    def gradient(ctx: Any, dout: Tensor) -> tuple[Any, ...]:
+        need_probs, need_v = ctx.needs_input_grad[:2]
+        dprobs, dv = getattr(torch.ops, namespace).joint_attn_av_gemm_backward(dout, *ctx.saved_tensors, need_probs, need_v)
+        return dprobs if need_probs else None, dv if need_v else None, None
+
+    return setup, gradient
+
+
+# --- attention -----------------------------------------------------------------------------------------------------------------------------------
+
+
+def _inputs(arguments: tuple[Any, ...]) -> AttentionInputs:
+    return AttentionInputs(**dict(zip(_NAMES, arguments, strict=True)))
+
+
+def _attention(kernels: Kernels) -> tuple[Callable[..., Any], ...]:
+    def forward(*arguments: Any) -> tuple[Tensor, ...]:
+        return kernels.attention_forward(_inputs(arguments[:-1]), arguments[-1])
+
+    def backward(dout: Tensor, dlse: Tensor | None, row_max: Tensor, row_sum: Tensor, *arguments: Any) -> tuple[Tensor, ...]:
+        inputs = _inputs(arguments[: len(_NAMES)])
+        needs = frozenset(name for name, need in zip(("q", "k", "v", "sinks", "bias"), arguments[len(_NAMES) :], strict=True) if need)
+        gradients = kernels.attention_backward(inputs, dout, dlse, row_max, row_sum, needs)
+        return tuple(gradients[name] if name in needs else _empty(inputs.q) for name in ("q", "k", "v", "sinks", "bias"))
+
+    def fake(*arguments: Any) -> tuple[Tensor, ...]:
+        inputs, out_dtype = _inputs(arguments[:-1]), arguments[-1]
+        rows = [inputs.q.new_empty(inputs.row_shape, dtype=torch.float32) for _ in range(3)]
+        return inputs.q.new_empty((*inputs.q.shape[:-1], inputs.v.shape[-1]), dtype=out_dtype), *rows
+
+    def fake_backward(dout: Tensor, dlse: Tensor | None, row_max: Tensor, row_sum: Tensor, *arguments: Any) -> tuple[Tensor, ...]:
+        inputs = _inputs(arguments[: len(_NAMES)])
+        tensors = (inputs.q, inputs.k, inputs.v, inputs.sinks, inputs.bias)
+        return tuple(
+            tensor.new_empty(tensor.shape) if need else _empty(inputs.q)
+            for tensor, need in zip(tensors, arguments[len(_NAMES) :], strict=True)
+        )
+
+    return forward, backward, fake, fake_backward
+
+
+def _attention_autograd(namespace: str) -> tuple[Callable[..., Any], Callable[..., Any]]:
+    def setup(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
+        ctx.set_materialize_grads(False)
+        ctx.mark_non_differentiable(*output[2:])
+        ctx.save_for_backward(*inputs[: len(_TENSORS)], *output[2:])
+        ctx.options = inputs[len(_TENSORS) : len(_NAMES)]
+        ctx.out = (output[0].shape, output[0].dtype)
+
+    def gradient(ctx: Any, dout: Tensor | None, dlse: Tensor | None, *unused: Any) -> tuple[Any, ...]:
+        *tensors, row_max, row_sum = ctx.saved_tensors
+        if dout is None:
+            dout = tensors[0].new_zeros(ctx.out[0], dtype=ctx.out[1])
+        needs = [ctx.needs_input_grad[_NAMES.index(name)] for name in ("q", "k", "v", "sinks", "bias")]
+        backward = getattr(torch.ops, namespace).attention_backward
+        found = backward(dout, dlse, row_max, row_sum, *tensors, *ctx.options, *needs)
+        gradients = dict(zip(("q", "k", "v", "sinks", "bias"), found, strict=True))
+        wanted = {name for name, need in zip(gradients, needs, strict=True) if need}
+        return (*(gradients[name] if name in wanted else None for name in _NAMES), None)
+
+    return setup, gradient
+
+
+_IMPLEMENTATIONS = {
+    "joint_attn_softmax": _softmax,
+    "joint_attn_qk_gemm": _qk_gemm,
+    "joint_attn_av_gemm": _av_gemm,
+    "attention": _attention,
+}
+_AUTOGRAD = {
+    "joint_attn_softmax": _softmax_autograd,
+    "joint_attn_qk_gemm": _qk_gemm_autograd,
+    "joint_attn_av_gemm": _av_gemm_autograd,
+    "attention": _attention_autograd,
+}
