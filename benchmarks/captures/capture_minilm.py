@@ -15,7 +15,7 @@ Stored for each layer N in --layers: `layerN.q`, `layerN.k`, `layerN.v`, each [B
 model's softmax scale is 1/sqrt(D). `key_padding_mask` is bool [B, S], True = token, False = padding. Rows at padding
 are what the model computed for its [PAD] token, not zeros. Attention is not causal.
 
-The model runs in float64 and the result is rounded once to the stored type, so that the bytes do not depend on the
+The model runs in float64 and the result is then rounded to the stored type, so that the bytes do not depend on the
 processor's or the libraries' order of float32 summation.
 
 Before anything is written, attention is recomputed in numpy from the captured values and compared with the attention
@@ -91,7 +91,7 @@ def sha256(path: Path) -> str:
 
 
 def run_model(folder: Path, layers: list[int], seq_len: int) -> tuple[dict[str, torch.Tensor], torch.Tensor]:
-    """Run the texts once. Gives float64 [B, H, S, D] by name ("layerN.q", .k, .v, .context) and the bool mask [B, S]."""
+    """Run the texts once. Gives float64 [B, H, S, D] by name (layerN.q, .k, .v, .context) and the bool mask [B, S]."""
     tokenizer = AutoTokenizer.from_pretrained(folder, local_files_only=True)
     model = BertModel.from_pretrained(folder, local_files_only=True, attn_implementation="eager")
     model.double().eval()
@@ -141,8 +141,8 @@ def check(captured: dict[str, torch.Tensor], layer: int, mask: torch.Tensor, dty
     largest = weights.max(axis=-1).swapaxes(1, 2)[keep]
     heads = np.median(largest, axis=0)
     return error, (
-        f"largest weight of a row: median {np.median(largest):.2f}, head medians {heads.min():.2f} to {heads.max():.2f}, "
-        f"over 0.9 in {(largest > 0.9).mean():.0%} of rows"
+        f"largest weight of a row: median {np.median(largest):.2f}, "
+        f"head medians {heads.min():.2f} to {heads.max():.2f}, over 0.9 in {(largest > 0.9).mean():.0%} of rows"
     )
 
 

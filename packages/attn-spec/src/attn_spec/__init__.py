@@ -24,3 +24,8 @@ __version__ = "0.1.0"
 def include_dir() -> Path:
     """Directory of the C++17 headers (``#include "attn/ordered.h"``)."""
     return Path(__file__).parent / "include"
+
+
+def cmake_dir() -> Path:
+    """Directory of the CMake modules (``include(AttnHostKernels)`` gives ``attn_add_host_kernels``)."""
+    return Path(__file__).parent / "cmake"

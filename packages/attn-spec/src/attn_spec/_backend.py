@@ -9,9 +9,11 @@ from typing import Any, ClassVar
 
 import numpy as np
 
+from attn_spec._arrays import dtype_name
 from attn_spec._capabilities import Capabilities
 from attn_spec._errors import UnknownName
 from attn_spec._problem import Problem
+from attn_spec._validation import ArrayInfo, describe
 
 __all__ = ["Backend", "Call"]
 
@@ -20,8 +22,8 @@ __all__ = ["Backend", "Call"]
 class Call:
     """One operator call on numpy data, for checks, traces and reports.
 
-    ``arrays`` maps argument names to arrays (bfloat16 as ``attn_spec.bfloat16``); ``options`` holds keyword options. With ``cotangents`` (by output
-    name) the gradients of ``wrt`` are returned too, under ``"d" + name``.
+    ``arrays`` maps argument names to arrays (bfloat16 as ``attn_spec.bfloat16``); ``options`` holds keyword options. With ``cotangents``
+    (by output name) the gradients of ``wrt`` are returned too, under ``"d" + name``.
     """
 
     op: str
@@ -30,6 +32,11 @@ class Call:
     cotangents: Mapping[str, np.ndarray] | None = None
     wrt: tuple[str, ...] = ()
     contract: str | None = None
+
+    def problem(self, device: str = "cpu") -> Problem:
+        """What the call asks for on ``device``. Raises TypeError or ValueError when it is malformed."""
+        described = {name: ArrayInfo(tuple(array.shape), dtype_name(array.dtype), device) for name, array in self.arrays.items()}
+        return describe(self.op, described, self.options, contract=self.contract, gradient=bool(self.wrt))
 
 
 class Backend(ABC):
@@ -63,6 +70,10 @@ class Backend(ABC):
     @abstractmethod
     def fingerprint(self, device: str, engine: str | None = None) -> str:
         """Hash of the real build that runs: sources, flags, compiler and architecture."""
+
+    def runs_layers(self, device: str, engine: str | None = None) -> bool:
+        """Whether the engine is quick enough there for whole layers of real models; definitions and interpreters answer no."""
+        return True
 
     def engine(self, engine: str | None = None) -> str:
         """``engine`` checked, or the default."""

@@ -21,7 +21,8 @@ PRODUCTION = "attn"
 
 
 class Op:
-    """One operator of one backend: callable, with ``forward``, ``forward_fp32`` and ``forward_with_lse`` where they apply, and its ``trace``."""
+    """One operator of one backend: callable, with ``forward``, ``forward_fp32`` and ``forward_with_lse`` where they apply, and its
+    ``trace``."""
 
     def __init__(self, name: str, backend: Backend, engine: str, trace: Trace) -> None:
         functions = backend.operators(engine)
@@ -51,13 +52,17 @@ class Op:
 def get_op(name: str, *, device: str = "cpu", backend: str | None = None, contract: str | None = None) -> Op:
     """The operator ``name`` for ``device`` ("cpu", "cuda", "rocm").
 
-    Without ``backend`` the first usable one in the device's order is taken and each one passed over stands with its reasons in ``.trace.prior_rejections``.
-    A backend (``"NAME"`` or ``"NAME:engine"``) or contract asked for by name never falls back. Raises UnknownName, BackendUnavailable or UnsupportedProblem.
+    Without ``backend`` the first usable one in the device's order is taken and each one passed over stands with its reasons in
+    ``.trace.prior_rejections``.
+    A backend (``"NAME"`` or ``"NAME:engine"``) or contract asked for by name never falls back. Raises UnknownName, BackendUnavailable or
+    UnsupportedProblem.
     """
     operator(name)
     if name == PRODUCTION:
         if contract is not None:
-            raise UnsupportedProblem("attn", [f"contract {contract} (attn is production attention, outside every contract; use 'attention')"])
+            raise UnsupportedProblem(
+                "attn", [f"contract {contract} (attn is production attention, outside every contract; use 'attention')"]
+            )
         wanted = "none"
     else:
         wanted = contract or default_contract(name, "float32", 1, device)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import cache
 from importlib.metadata import EntryPoint, entry_points
 
 from attn_spec._backend import Backend
@@ -28,7 +28,7 @@ def installed() -> dict[str, EntryPoint]:
     return {point.name: point for point in sorted(entry_points(group=GROUP), key=lambda point: point.name)}
 
 
-@lru_cache(maxsize=None)
+@cache
 def load(name: str) -> Loaded:
     """Import one backend; a failure is kept as text, so that it can be reported wherever the backend is passed over."""
     points = installed()
@@ -67,7 +67,7 @@ def get_backend(name: str) -> Backend:
 
 
 def in_order(device: str) -> list[str]:
-    """Names of the installed backends in automatic order on ``device``; those that failed to import come first, since their place is not known."""
+    """Names of the installed backends in automatic order on ``device``; those that failed to import come first."""
     broken = [name for name in installed() if load(name).backend is None]
     ranked = sorted((backend.priority[device], name) for name, backend in backends().items() if device in backend.priority)
     return broken + [name for _, name in ranked]

@@ -37,7 +37,8 @@ class Trace:
 
 @dataclass(frozen=True)
 class Recording:
-    """Arrays with a JSON header, stored as safetensors. Inputs are named ``in.NAME``, results ``out.NAME``, cotangents ``cotangent.NAME``."""
+    """Arrays with a JSON header, stored as safetensors. Inputs are named ``in.NAME``, results ``out.NAME``, cotangents
+    ``cotangent.NAME``."""
 
     arrays: Mapping[str, np.ndarray]
     header: Mapping[str, Any] = field(default_factory=dict)
@@ -49,7 +50,11 @@ class Recording:
         for name in sorted(self.arrays):
             array = np.ascontiguousarray(self.arrays[name])
             data = array.tobytes()
-            index[name] = {"dtype": _TO_SAFETENSORS[_name(array.dtype)], "shape": list(array.shape), "data_offsets": [offset, offset + len(data)]}
+            index[name] = {
+                "dtype": _TO_SAFETENSORS[_name(array.dtype)],
+                "shape": list(array.shape),
+                "data_offsets": [offset, offset + len(data)],
+            }
             chunks.append(data)
             offset += len(data)
         head = json.dumps(index).encode()

@@ -32,12 +32,19 @@ class ArrayInfo:
 
 
 def describe(
-    op: str, arrays: Mapping[str, ArrayInfo | None], options: Mapping[str, Any] | None = None, *, contract: str | None = None, gradient: bool = False
+    op: str,
+    arrays: Mapping[str, ArrayInfo | None],
+    options: Mapping[str, Any] | None = None,
+    *,
+    contract: str | None = None,
+    gradient: bool = False,
 ) -> Problem:
     """Check one call and describe it.
 
-    ``arrays`` maps argument names to ArrayInfo (None: not given); ``options`` holds the keyword options; integers given in place of an array
-    (``q_start=0``) go to ``options``. Raises TypeError for dtypes, ValueError for shapes, sizes, devices and option values, each naming the value.
+    ``arrays`` maps argument names to ArrayInfo (None: not given); ``options`` holds the keyword options; integers given in place of an
+    array
+    (``q_start=0``) go to ``options``. Raises TypeError for dtypes, ValueError for shapes, sizes, devices and option values, each naming
+    the value.
     """
     spec = operator(op)
     given = {name: info for name, info in arrays.items() if info is not None}
@@ -241,7 +248,9 @@ def _attention(given: Mapping[str, ArrayInfo], options: Mapping[str, Any]) -> tu
 
 def _bias(op: str, bias: ArrayInfo, full: tuple[int, ...]) -> None:
     if bias.dtype not in DTYPES:
-        raise TypeError(f"{op}: bias has dtype {bias.dtype}; supported: {', '.join(DTYPES)} (a mask is key_padding_mask, or -inf in the bias)")
+        raise TypeError(
+            f"{op}: bias has dtype {bias.dtype}; supported: {', '.join(DTYPES)} (a mask is key_padding_mask, or -inf in the bias)"
+        )
     if len(bias.shape) != 4 or any(size not in (1, axis) for size, axis in zip(bias.shape, full, strict=True)):
         raise ValueError(f"{op}: bias must have shape [B|1, H|1, S|1, T|1] for [B, H, S, T] = {list(full)}; got {list(bias.shape)}")
 

@@ -9,6 +9,7 @@ import numpy as np
 import torch
 
 from attn_spec._backend import Backend, Call
+from attn_spec._errors import UnsupportedProblem
 from attn_spec._operators import operator
 from attn_spec.torch._arrays import from_numpy, to_numpy
 
@@ -31,8 +32,12 @@ class TorchBackend(Backend):
             options["contract"] = call.contract
         if isinstance(options.get("out_dtype"), str):
             options["out_dtype"] = getattr(torch, options["out_dtype"])
+        functions = self.operators(engine)
+        if call.op not in functions:
+            problem = call.problem(device)
+            raise UnsupportedProblem(self.name, self.reasons(problem, engine), problem)
         positional = [tensors.pop(name) for name in spec.inputs]
-        result = self.operators(engine)[call.op](*positional, **tensors, **options)
+        result = functions[call.op](*positional, **tensors, **options)
         results = result if isinstance(result, tuple) else (result,)
         outputs = dict(zip(spec.outputs, results, strict=False))
         found = {name: to_numpy(tensor) for name, tensor in outputs.items()}

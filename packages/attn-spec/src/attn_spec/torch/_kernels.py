@@ -15,8 +15,8 @@ __all__ = ["AttentionInputs", "Kernels"]
 class AttentionInputs:
     """Checked inputs of one attention call, dense or packed.
 
-    Dense: q [B, H, S, D], k [B, K, T, D], v [B, K, T, V]. Packed (``cu_seqlens_q`` given): q [total, H, D], k [total, K, D], v [total, K, V].
-    ``query_mask`` [B, S] and ``key_mask`` [B, T] are bool, True keeps; a dropped query sees no key. Integer arrays are int64.
+    Dense: q [B, H, S, D], k [B, K, T, D], v [B, K, T, V]. Packed (``cu_seqlens_q`` given): q [total, H, D], k [total, K, D], v [total, K,
+    V]. ``query_mask`` [B, S] and ``key_mask`` [B, T] are bool, True keeps; a dropped query sees no key. Integer arrays are int64.
     ``sinks`` [H] and ``bias`` [B|1, H|1, S|1, T|1] are float32. ``window_left`` and ``window_right`` are -1 without a bound.
     ``dropout_seed`` is an int64 scalar tensor that holds the bits of the unsigned seed; present iff ``dropout_p > 0``.
     """
@@ -53,7 +53,8 @@ class AttentionInputs:
 
 
 class Kernels(Protocol):
-    """Kernels of one engine, in contract order. Tensors may have any strides; results are fresh and contiguous. Gradients have the dtype of their input.
+    """Kernels of one engine, in contract order. Tensors may have any strides; results are fresh and contiguous. Gradients have the dtype
+    of their input.
 
     An engine that lacks an operator omits its methods and does not list the operator in its capabilities.
     """

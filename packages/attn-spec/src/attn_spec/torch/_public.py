@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import math
+import copy
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
@@ -12,6 +12,7 @@ from torch import Tensor
 from attn_spec._errors import UnsupportedProblem
 from attn_spec._problem import Problem
 from attn_spec._validation import describe
+from attn_spec.torch._arguments import autocast, check_offsets, check_one_device, int64, lengths, scale_of, seed_of, starts
 from attn_spec.torch._arrays import info
 from attn_spec.torch._registration import register
 
@@ -27,22 +28,25 @@ Outputs = Tensor | tuple[Tensor, Tensor]
 class Operators:
     """Public functions over the kernels of one engine, registered under ``torch.ops.<namespace>``.
 
-    Every function checks its arguments first (ValueError, TypeError), then asks the backend's capabilities (UnsupportedProblem), and only then runs.
-    Under autocast, floating inputs are cast to the autocast dtype; gradients come back in each input's own dtype.
+    Every function checks its arguments first (ValueError, TypeError), then asks the backend's capabilities (UnsupportedProblem), and only
+    then runs. Under autocast, floating inputs are cast to the autocast dtype; gradients come back in each input's own dtype.
     """
 
     def __init__(self, backend: TorchBackend, engine: str, namespace: str, kernels: Kernels) -> None:
         self._backend, self._engine = backend, engine
+        self._out_dtype: torch.dtype | None = None
         register(namespace, kernels, frozenset(backend.capabilities(engine).operators))
         self._ops = getattr(torch.ops, namespace)
 
     def functions(self) -> dict[str, Callable[..., Any]]:
         """The functions that this engine supports, by operator name; "NAME.forward_fp32" gives a float32 result."""
         found: dict[str, Callable[..., Any]] = {}
+        float32 = copy.copy(self)
+        float32._out_dtype = torch.float32
         for name in self._backend.capabilities(self._engine).operators:
             found[name] = getattr(self, name)
-            if hasattr(self, f"_{name}"):
-                found[f"{name}.forward_fp32"] = _with_float32_result(getattr(self, f"_{name}"))
+            if name != "joint_attn_qk_gemm":
+                found[f"{name}.forward_fp32"] = getattr(float32, name)
         return found
 
     def joint_attn_qk_gemm(
@@ -64,17 +68,17 @@ class Operators:
 
         Source: docs/contracts/ordered-v1.md, section 3.
         """
-        q, k = _autocast(q, k)
+        q, k = autocast(q, k)
         self._check("joint_attn_qk_gemm", {"q": q, "k": k}, {"scale": scale}, contract, q, k)
-        return self._ops.joint_attn_qk_gemm(q, k, _scale(scale, q), out_dtype)
+        return self._ops.joint_attn_qk_gemm(q, k, scale_of(scale, q), out_dtype)
 
     def joint_attn_softmax(self, scores: Tensor, *, key_padding_mask: Tensor | None = None, contract: str | None = None) -> Tensor:
         """Softmax over the last axis in 256-key tiles, combined left to right.
 
         Args:
             scores: [..., T], float32, bfloat16 or float16, T >= 1, any strides. -inf masks a key in place.
-            key_padding_mask: bool [B, T], True keeps the key (the opposite of torch.nn.MultiheadAttention), B = scores.shape[0]. Dropped keys are
-                compacted away, so padding moves no bit of the kept ones.
+            key_padding_mask: bool [B, T], True keeps the key (the opposite of torch.nn.MultiheadAttention), B = scores.shape[0]. Dropped
+                keys are compacted away, so padding moves no bit of the kept ones.
 
         Returns:
             Probabilities, shape and dtype of ``scores``. Dropped and masked keys, and rows without a key, are +0.
@@ -84,14 +88,9 @@ class Operators:
 
         Source: docs/contracts/ordered-v1.md, section 2.
         """
-        return self._joint_attn_softmax(scores, key_padding_mask=key_padding_mask, contract=contract)
-
-    def _joint_attn_softmax(
-        self, scores: Tensor, *, key_padding_mask: Tensor | None = None, contract: str | None = None, out_dtype: torch.dtype | None = None
-    ) -> Tensor:
         arrays = {"scores": scores, "key_padding_mask": key_padding_mask}
         self._check("joint_attn_softmax", arrays, {}, contract, scores)
-        return self._ops.joint_attn_softmax(scores, key_padding_mask, out_dtype or scores.dtype)[0]
+        return self._ops.joint_attn_softmax(scores, key_padding_mask, self._out_dtype or scores.dtype)[0]
 
     def joint_attn_av_gemm(self, probs: Tensor, v: Tensor, *, contract: str | None = None) -> Tensor:
         """Output of joint attention: ``probs v``, one FMA chain over T for each output.
@@ -108,12 +107,9 @@ class Operators:
 
         Source: docs/contracts/ordered-v1.md, section 3.
         """
-        return self._joint_attn_av_gemm(probs, v, contract=contract)
-
-    def _joint_attn_av_gemm(self, probs: Tensor, v: Tensor, *, contract: str | None = None, out_dtype: torch.dtype | None = None) -> Tensor:
-        probs, v = _autocast(probs, v)
+        probs, v = autocast(probs, v)
         self._check("joint_attn_av_gemm", {"probs": probs, "v": v}, {}, contract, probs, v)
-        return self._ops.joint_attn_av_gemm(probs, v, out_dtype or v.dtype)
+        return self._ops.joint_attn_av_gemm(probs, v, self._out_dtype or v.dtype)
 
     def joint_attention(
         self,
@@ -143,17 +139,7 @@ class Operators:
 
         Source: docs/contracts/ordered-v1.md, section 3.
         """
-        return self._joint_attention(q_txt, k_txt, v_txt, q_img, k_img, v_img, prompt_mask=prompt_mask, scale=scale, contract=contract)
-
-    def _joint_attention(
-        self,
-        *tensors: Tensor,
-        prompt_mask: Tensor | None = None,
-        scale: float | None = None,
-        contract: str | None = None,
-        out_dtype: torch.dtype | None = None,
-    ) -> tuple[Tensor, Tensor]:
-        tensors = _autocast(*tensors)
+        tensors = autocast(q_txt, k_txt, v_txt, q_img, k_img, v_img)
         names = ("q_txt", "k_txt", "v_txt", "q_img", "k_img", "v_img")
         arrays = {**dict(zip(names, tensors, strict=True)), "prompt_mask": prompt_mask}
         self._check("joint_attention", arrays, {"scale": scale}, contract, *tensors)
@@ -162,7 +148,7 @@ class Operators:
         mask = None
         if prompt_mask is not None:
             mask = torch.cat((prompt_mask, prompt_mask.new_ones(q.shape[0], q.shape[2] - text)), dim=1)
-        out = self._run(q, k, v, query_mask=mask, key_mask=mask, scale=scale, out_dtype=out_dtype)[0]
+        out = self._run(q, k, v, query_mask=mask, key_mask=mask, scale=scale)[0]
         return out[:, :, :text], out[:, :, text:]
 
     def attention(
@@ -198,60 +184,20 @@ class Operators:
             window: ``(left, right)`` positions visible besides the diagonal one; None for no bound.
             sinks: [H] logits after scaling, float32 (other float dtypes are converted); -inf is no sink, 0 is off-by-one softmax.
             bias: [B|1, H|1, S|1, T|1], added after scaling; -inf masks.
-            dropout_p: probability that a pair is dropped after normalisation, with ``dropout_seed`` (64-bit int or int64 scalar tensor; None draws one
-                from torch's default CPU generator).
+            dropout_p: probability that a pair is dropped after normalisation, with ``dropout_seed`` (64-bit int or int64 scalar tensor;
+                None draws one from torch's default CPU generator).
             return_lse: also return the log-sum-exp.
 
         Returns:
-            ``out`` [B, H, S, V] in the dtype of v, or ``(out, lse)`` with lse float32 [B, H, S], natural logarithm, sink included. A row without a
-            visible key is +0 with lse -inf (with a sink: the sink).
+            ``out`` [B, H, S, V] in the dtype of v, or ``(out, lse)`` with lse float32 [B, H, S], natural logarithm, sink included. A row
+            without a visible key is +0 with lse -inf (with a sink: the sink).
 
         Raises:
             TypeError, ValueError: bad dtype, shape, device or option. UnsupportedProblem: this backend does not run it.
 
         Source: docs/contracts/ordered-v1.md, section 3.
         """
-        return self._attention(
-            q,
-            k,
-            v,
-            causal=causal,
-            scale=scale,
-            key_padding_mask=key_padding_mask,
-            kv_lengths=kv_lengths,
-            q_start=q_start,
-            k_start=k_start,
-            window=window,
-            sinks=sinks,
-            bias=bias,
-            dropout_p=dropout_p,
-            dropout_seed=dropout_seed,
-            return_lse=return_lse,
-            contract=contract,
-        )
-
-    def _attention(
-        self,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        *,
-        causal: bool = True,
-        scale: float | None = None,
-        key_padding_mask: Tensor | None = None,
-        kv_lengths: Tensor | None = None,
-        q_start: int | Tensor | None = None,
-        k_start: int | Tensor | None = None,
-        window: tuple[int | None, int | None] | None = None,
-        sinks: Tensor | None = None,
-        bias: Tensor | None = None,
-        dropout_p: float = 0.0,
-        dropout_seed: int | Tensor | None = None,
-        return_lse: bool = False,
-        contract: str | None = None,
-        out_dtype: torch.dtype | None = None,
-    ) -> Outputs:
-        q, k, v = _autocast(q, k, v)
+        q, k, v = autocast(q, k, v)
         arrays = {"q": q, "k": k, "v": v, "key_padding_mask": key_padding_mask, "kv_lengths": kv_lengths, "sinks": sinks, "bias": bias}
         options: dict[str, Any] = {
             "causal": causal,
@@ -269,9 +215,9 @@ class Operators:
             k,
             v,
             key_mask=key_padding_mask,
-            kv_lengths=_lengths("kv_lengths", kv_lengths, k.shape[2]),
-            q_start=_starts(q_start, q),
-            k_start=_starts(k_start, q),
+            kv_lengths=lengths("kv_lengths", kv_lengths, k.shape[2]),
+            q_start=starts(q_start, q),
+            k_start=starts(k_start, q),
             window=window,
             sinks=sinks,
             bias=bias,
@@ -279,7 +225,6 @@ class Operators:
             dropout_seed=dropout_seed,
             causal=causal,
             scale=scale,
-            out_dtype=out_dtype,
         )
         return (out, lse) if return_lse else out
 
@@ -311,55 +256,30 @@ class Operators:
             causal, scale, window, sinks, dropout_p, dropout_seed, return_lse: as in ``attention``; positions count within a segment.
 
         Returns:
-            ``out`` [total_q, H, V], or ``(out, lse)`` with lse float32 [H, total_q]. Rows outside every used segment are +0 with lse -inf, and their
-            gradients are +0.
+            ``out`` [total_q, H, V], or ``(out, lse)`` with lse float32 [H, total_q]. Rows outside every used segment are +0 with lse
+            -inf, and their gradients are +0.
 
         Raises:
             TypeError, ValueError: bad dtype, shape, device, offsets or option. UnsupportedProblem: this backend does not run it.
 
         Source: docs/contracts/ordered-v1.md, section 3.
         """
-        return self._attention_varlen(
-            q,
-            k,
-            v,
-            cu_seqlens_q,
-            cu_seqlens_k,
-            seqlens_q=seqlens_q,
-            seqlens_k=seqlens_k,
-            causal=causal,
-            scale=scale,
-            window=window,
-            sinks=sinks,
-            dropout_p=dropout_p,
-            dropout_seed=dropout_seed,
-            return_lse=return_lse,
-            contract=contract,
-        )
-
-    def _attention_varlen(
-        self,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        cu_seqlens_q: Tensor,
-        cu_seqlens_k: Tensor,
-        *,
-        seqlens_q: Tensor | None = None,
-        seqlens_k: Tensor | None = None,
-        return_lse: bool = False,
-        contract: str | None = None,
-        out_dtype: torch.dtype | None = None,
-        **options: Any,
-    ) -> Outputs:
-        q, k, v = _autocast(q, k, v)
-        sinks = options.pop("sinks", None)
-        arrays = {"q": q, "k": k, "v": v, "cu_seqlens_q": cu_seqlens_q, "cu_seqlens_k": cu_seqlens_k, "seqlens_q": seqlens_q, "seqlens_k": seqlens_k}
+        q, k, v = autocast(q, k, v)
+        arrays = {
+            "q": q,
+            "k": k,
+            "v": v,
+            "cu_seqlens_q": cu_seqlens_q,
+            "cu_seqlens_k": cu_seqlens_k,
+            "seqlens_q": seqlens_q,
+            "seqlens_k": seqlens_k,
+        }
+        options: dict[str, Any] = {"causal": causal, "scale": scale, "window": window, "dropout_p": dropout_p, "dropout_seed": dropout_seed}
         self._check("attention_varlen", {**arrays, "sinks": sinks}, {**options, "return_lse": return_lse}, contract, q, k, v, sinks)
-        _check_offsets("cu_seqlens_q", cu_seqlens_q, q.shape[0], seqlens_q)
-        _check_offsets("cu_seqlens_k", cu_seqlens_k, k.shape[0], seqlens_k)
-        integers = {name: _int64(arrays[name]) for name in ("cu_seqlens_q", "cu_seqlens_k", "seqlens_q", "seqlens_k")}
-        out, lse = self._run(q, k, v, sinks=sinks, out_dtype=out_dtype, **integers, **{"causal": True, **options})
+        check_offsets("cu_seqlens_q", cu_seqlens_q, q.shape[0], seqlens_q)
+        check_offsets("cu_seqlens_k", cu_seqlens_k, k.shape[0], seqlens_k)
+        integers = {name: int64(arrays[name]) for name in ("cu_seqlens_q", "cu_seqlens_k", "seqlens_q", "seqlens_k")}
+        out, lse = self._run(q, k, v, sinks=sinks, **integers, **options)
         return (out, lse) if return_lse else out
 
     def _run(
@@ -384,7 +304,6 @@ class Operators:
         scale: float | None = None,
         window: tuple[int | None, int | None] | None = None,
         dropout_p: float = 0.0,
-        out_dtype: torch.dtype | None = None,
     ) -> tuple[Tensor, Tensor]:
         left, right = (-1 if side is None else int(side) for side in (window or (None, None)))
         out, lse, _, _ = self._ops.attention(
@@ -402,13 +321,13 @@ class Operators:
             cu_seqlens_k,
             seqlens_q,
             seqlens_k,
-            _seed(dropout_seed, q) if dropout_p > 0.0 else None,
+            seed_of(dropout_seed, q) if dropout_p > 0.0 else None,
             bool(causal),
-            _scale(scale, q),
+            scale_of(scale, q),
             left,
             right,
             float(dropout_p),
-            out_dtype or v.dtype,
+            self._out_dtype or v.dtype,
         )
         return out, lse
 
@@ -418,78 +337,10 @@ class Operators:
         gradient = torch.is_grad_enabled() and any(tensor is not None and tensor.requires_grad for tensor in differentiable)
         described = {name: info(tensor) for name, tensor in arrays.items()}
         problem = describe(op, described, options, contract=contract, gradient=gradient)
-        _check_one_device(op, arrays)
+        check_one_device(op, arrays)
         reasons = self._backend.reasons(problem, self._engine)
         if reasons:
             from attn_spec._registry import runners
 
             raise UnsupportedProblem(self._backend.name, reasons, problem, runners(problem, without=self._backend.name))
         return problem
-
-
-def _with_float32_result(function: Callable[..., Any]) -> Callable[..., Any]:
-    def forward_fp32(*arguments: Any, **keywords: Any) -> Any:
-        return function(*arguments, **keywords, out_dtype=torch.float32)
-
-    return forward_fp32
-
-
-def _check_one_device(op: str, arrays: dict[str, Tensor | None]) -> None:
-    devices = {name: tensor.device for name, tensor in arrays.items() if tensor is not None}
-    if len(set(devices.values())) > 1:
-        raise ValueError(f"{op}: all tensors must be on one device; got {', '.join(f'{name} on {device}' for name, device in devices.items())}")
-
-
-def _autocast(*tensors: Tensor) -> tuple[Tensor, ...]:
-    kind = tensors[0].device.type if isinstance(tensors[0], Tensor) else "cpu"
-    if not torch.is_autocast_enabled(kind):
-        return tensors
-    dtype = torch.get_autocast_dtype(kind)
-    return tuple(tensor.to(dtype) if tensor.is_floating_point() else tensor for tensor in tensors)
-
-
-def _scale(scale: float | None, q: Tensor) -> float:
-    return 1.0 / math.sqrt(q.shape[-1]) if scale is None else float(scale)
-
-
-def _int64(tensor: Tensor | None) -> Tensor | None:
-    return None if tensor is None else tensor.to(torch.int64)
-
-
-def _starts(start: int | Tensor | None, q: Tensor) -> Tensor | None:
-    if start is None:
-        return None
-    if isinstance(start, Tensor):
-        return start.to(torch.int64)
-    return torch.full((q.shape[0],), start, dtype=torch.int64, device=q.device)
-
-
-def _readable(tensor: Tensor | None) -> bool:
-    """Values are checked where reading them costs no device synchronisation; kernels clamp them elsewhere."""
-    return tensor is not None and tensor.device.type == "cpu" and not torch.compiler.is_compiling()
-
-
-def _lengths(name: str, lengths: Tensor | None, limit: int) -> Tensor | None:
-    if lengths is not None and _readable(lengths) and lengths.numel() and (int(lengths.min()) < 0 or int(lengths.max()) > limit):
-        raise ValueError(f"attention: {name} must lie in [0, {limit}]; got {lengths.tolist()}")
-    return _int64(lengths)
-
-
-def _check_offsets(name: str, offsets: Tensor, total: int, used: Tensor | None) -> None:
-    if not _readable(offsets):
-        return
-    sizes = torch.diff(offsets.to(torch.int64))
-    if int(offsets[0]) < 0 or (sizes < 0).any() or int(offsets[-1]) > total:
-        raise ValueError(f"attention_varlen: {name} must not decrease and must lie in [0, {total}]; got {offsets.tolist()}")
-    if used is not None and _readable(used) and ((used < 0) | (used > sizes)).any():
-        raise ValueError(f"attention_varlen: used lengths must lie between 0 and the segment sizes {sizes.tolist()}; got {used.tolist()}")
-
-
-def _seed(seed: int | Tensor | None, q: Tensor) -> Tensor:
-    if seed is None:
-        drawn = torch.randint(-(2**63), 2**63 - 1, (), dtype=torch.int64)
-        return drawn.to(q.device)
-    if isinstance(seed, Tensor):
-        return seed.to(device=q.device, dtype=torch.int64).reshape(())
-    signed = int(seed) - 2**64 if int(seed) >= 2**63 else int(seed)
-    return torch.tensor(signed, dtype=torch.int64, device=q.device)

@@ -1,7 +1,7 @@
 """torch.library operators over one engine's kernels: schema, kernel, fake and autograd, defined once for every torch backend.
 
-Operators take and return tensors and plain numbers only, so that torch.compile, opcheck and export see all of them. Optional gradients that were not
-asked for come back as empty tensors, since a schema has no optional results.
+Operators take and return tensors and plain numbers only, so that torch.compile, opcheck and export see all of them. Optional gradients
+that were not asked for come back as empty tensors, since a schema has no optional results.
 """
 
 from __future__ import annotations
@@ -72,7 +72,7 @@ def _empty(like: Tensor) -> Tensor:
     return like.new_empty(0)
 
 
-# --- softmax -------------------------------------------------------------------------------------------------------------------------------------
+# --- softmax ------------------------------------------------------------------------------------------------------------------------------
 
 
 def _softmax(kernels: Kernels) -> tuple[Callable[..., Any], ...]:
@@ -103,7 +103,7 @@ def _softmax_autograd(namespace: str) -> tuple[Callable[..., Any], Callable[...,
     return setup, gradient
 
 
-# --- products ------------------------------------------------------------------------------------------------------------------------------------
+# --- products -----------------------------------------------------------------------------------------------------------------------------
 
 
 def _qk_gemm(kernels: Kernels) -> tuple[Callable[..., Any], ...]:
@@ -159,7 +159,7 @@ def _av_gemm_autograd(namespace: str) -> tuple[Callable[..., Any], Callable[...,
     return setup, gradient
 
 
-# --- attention -----------------------------------------------------------------------------------------------------------------------------------
+# --- attention ----------------------------------------------------------------------------------------------------------------------------
 
 
 def _inputs(arguments: tuple[Any, ...]) -> AttentionInputs:

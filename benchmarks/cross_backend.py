@@ -1,0 +1,285 @@
+"""The main job: every operator on every backend engine of this machine, on the named cases, compared byte for byte.
+
+``python benchmarks/cross_backend.py --output build/cross_backend`` prints progress and a table, writes ``report.json`` and ``report.html``,
+and exits 1 when a row is ``different``. Sampled rows are compared with attn_reference's PyTorch definition; whole layers with the first
+engine that runs them, with the recorded digests, and with the sample.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+import time
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import numpy as np
+from attn_spec import Backend, Call, UnsupportedProblem
+from attn_spec._compare import Difference, difference, digest
+from attn_spec._contract import CONTRACTS, default_contract
+from attn_spec._registry import get_backend, installed, load
+from attn_spec.testing.cases import CASES
+from captured import Captured
+from report import Row, table, write
+
+DEFINITION = ("attn_reference", "pytorch")
+DIGESTS = Path(__file__).parent / "layer_digests.json"
+
+
+@dataclass(frozen=True)
+class Runner:
+    """One engine on one device."""
+
+    backend: Backend
+    engine: str
+    device: str
+
+    @property
+    def name(self) -> str:
+        return f"{self.backend.name}:{self.engine}"
+
+    def supports(self, op: str) -> bool:
+        return op in self.backend.capabilities(self.engine).operators
+
+    def evaluate(self, call: Call) -> dict[str, np.ndarray]:
+        return self.backend.evaluate(call, device=self.device, engine=self.engine)
+
+
+@dataclass
+class Job:
+    """Rows so far, with progress on standard error."""
+
+    runners: list[Runner]
+    rows: list[Row] = field(default_factory=list)
+    digests: dict[str, str] = field(default_factory=dict)
+    started: float = field(default_factory=time.perf_counter)
+
+    def say(self, text: str) -> None:
+        print(f"[{time.perf_counter() - self.started:6.1f} s] {text}", file=sys.stderr, flush=True)
+
+    def add(self, **fields: object) -> None:
+        self.rows.append(Row(**fields))  # type: ignore[arg-type]
+
+
+def find_runners(job: Job) -> None:
+    """Usable engines; an engine that is not usable becomes one ``absent`` row with its reason."""
+    for name in installed():
+        loaded = load(name)
+        if loaded.backend is None:
+            job.add(op="all", backend=name, device="-", status="absent", reason=str(loaded.error))
+            continue
+        for engine in loaded.backend.engines:
+            for device in loaded.backend.capabilities(engine).devices:
+                reason = loaded.backend.unavailable(device, engine)
+                if reason is None:
+                    job.runners.append(Runner(loaded.backend, engine, device))
+                else:
+                    job.add(op="all", backend=f"{name}:{engine}", device=device, status="absent", reason=reason)
+
+
+def directions(call: Call, found: Mapping[str, np.ndarray]) -> Iterator[tuple[str, list[str]]]:
+    gradients = [f"d{name}" for name in call.wrt]
+    yield "forward", [name for name in found if name not in gradients]
+    if gradients:
+        yield "backward", gradients
+
+
+def compare(names: list[str], found: Mapping[str, np.ndarray], expected: Mapping[str, np.ndarray]) -> Difference:
+    """One verdict over several arrays: mismatches are added, the worst distance is kept."""
+    parts = {name: difference(found[name], expected[name]) for name in names}
+    bad = {name: part for name, part in parts.items() if not part.equal}
+    if not bad:
+        return Difference(True)
+    reason = "; ".join(f"{name}: {part.text()}" for name, part in bad.items())
+    return Difference(False, sum(part.mismatched for part in bad.values()), max(part.max_ulp for part in bad.values()), reason=reason)
+
+
+def record(
+    job: Job,
+    runner: Runner,
+    case: str,
+    call: Call,
+    dtype: str,
+    fraction: float,
+    seconds: float,
+    found: dict,
+    expected: Mapping,
+    against: str,
+) -> None:
+    for direction, names in directions(call, found):
+        shared = [name for name in names if name in expected]
+        if not shared:
+            continue
+        verdict = compare(shared, found, expected)
+        job.add(
+            op=call.op,
+            contract=default_contract(call.op, dtype, 1, runner.device),
+            direction=direction,
+            dtype=dtype,
+            case=case,
+            fraction=fraction,
+            backend=runner.name,
+            against=against,
+            device=runner.device,
+            byte_equal=verdict.equal,
+            mismatched=verdict.mismatched,
+            max_ulp=verdict.max_ulp,
+            status="equal" if verdict.equal else "different",
+            reason=verdict.reason,
+            seconds=round(seconds, 3),
+        )
+
+
+def run_samples(job: Job, case: Captured, definition: Runner) -> dict[str, dict[str, np.ndarray]]:
+    """Every engine on every sampled call; returns the definition's attention results by dtype."""
+    kept: dict[str, dict[str, np.ndarray]] = {}
+    for dtype in case.dtypes:
+        for sample in case.sample_calls(dtype, definition.evaluate):
+            call = sample.call
+            start = time.perf_counter()
+            expected = definition.evaluate(call)
+            seconds = time.perf_counter() - start
+            job.say(f"{case.name} {call.op} {sample.dtype} sample ({sample.fraction:.2%}): {seconds:.1f} s by the definition")
+            if call.op in ("attention", "attention_varlen"):
+                kept[dtype] = expected
+            for runner in job.runners:
+                if (runner.name, runner.device) == (definition.name, definition.device):
+                    continue
+                if not runner.supports(call.op):
+                    continue
+                start = time.perf_counter()
+                try:
+                    found = runner.evaluate(call)
+                except UnsupportedProblem as refusal:
+                    refuse(job, runner, case.name, call, sample.dtype, sample.fraction, refusal)
+                    continue
+                seconds = time.perf_counter() - start
+                record(job, runner, case.name, call, sample.dtype, sample.fraction, seconds, found, expected, definition.name)
+    return kept
+
+
+def refuse(job: Job, runner: Runner, case: str, call: Call, dtype: str, fraction: float, refusal: UnsupportedProblem) -> None:
+    job.add(
+        op=call.op,
+        dtype=dtype,
+        case=case,
+        fraction=fraction,
+        backend=runner.name,
+        device=runner.device,
+        status="refused",
+        reason="; ".join(refusal.reasons),
+    )
+
+
+def run_layers(job: Job, case: Captured, sampled: dict[str, dict[str, np.ndarray]]) -> None:
+    """Whole layers on the engines that are quick enough: against each other, the recorded digests and the sample."""
+    able = [runner for runner in job.runners if runner.backend.runs_layers(runner.device, runner.engine) and runner.supports(case.operator)]
+    recorded = json.loads(DIGESTS.read_text()) if DIGESTS.exists() else {}
+    for dtype in case.dtypes:
+        call = case.layer_call(dtype)
+        first: tuple[str, dict[str, np.ndarray]] | None = None
+        for runner in able:
+            start = time.perf_counter()
+            try:
+                found = runner.evaluate(call)
+            except UnsupportedProblem as refusal:
+                refuse(job, runner, case.name, call, dtype, 1.0, refusal)
+                continue
+            seconds = time.perf_counter() - start
+            job.say(f"{case.name} {call.op} {dtype} layer by {runner.name} on {runner.device}: {seconds:.1f} s")
+            key = f"{case.name} {dtype}"
+            if first is None:
+                first = (runner.name, found)
+                job.digests.update({f"{key} {name}": digest(array) for name, array in found.items()})
+                check_digests(job, runner, case.name, call, dtype, seconds, recorded)
+                check_sample(job, runner, case, call, dtype, seconds, found, sampled[dtype])
+            else:
+                record(job, runner, case.name, call, dtype, 1.0, seconds, found, first[1], first[0])
+
+
+def check_digests(job: Job, runner: Runner, case: str, call: Call, dtype: str, seconds: float, recorded: Mapping[str, str]) -> None:
+    keys = [key for key in job.digests if key.startswith(f"{case} {dtype} ")]
+    wrong = [key.rpartition(" ")[2] for key in keys if key in recorded and recorded[key] != job.digests[key]]
+    missing = [key.rpartition(" ")[2] for key in keys if key not in recorded]
+    job.add(
+        op=call.op,
+        direction="both",
+        dtype=dtype,
+        case=case,
+        fraction=1.0,
+        backend=runner.name,
+        against="recorded digests",
+        device=runner.device,
+        byte_equal=not wrong and not missing,
+        mismatched=len(wrong),
+        status="different" if wrong or missing else "equal",
+        reason="; ".join([f"digest of {name} differs" for name in wrong] + [f"no recorded digest of {name}" for name in missing]),
+        seconds=round(seconds, 3),
+    )
+
+
+def check_sample(job: Job, runner: Runner, case: Captured, call: Call, dtype: str, seconds: float, found: dict, sample: Mapping) -> None:
+    """The layer's sampled rows are the bytes that the definition computed for those rows alone."""
+    part = case.sampled_part(found)
+    names = [name for name in part if name in sample]
+    verdict = compare(names, part, {name: sample[name].reshape(part[name].shape) for name in names})
+    job.add(
+        op=call.op,
+        direction="both",
+        dtype=dtype,
+        case=case.name,
+        fraction=1.0,
+        backend=runner.name,
+        against="the sample of attn_reference:pytorch",
+        device=runner.device,
+        byte_equal=verdict.equal,
+        mismatched=verdict.mismatched,
+        max_ulp=verdict.max_ulp,
+        status="equal" if verdict.equal else "different",
+        reason=verdict.reason,
+        seconds=round(seconds, 3),
+    )
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--output", type=Path, default=Path("build/cross_backend"), help="folder for report.json and report.html")
+    parser.add_argument("--case", action="append", help="run only this case (repeatable)")
+    parser.add_argument("--no-layers", action="store_true", help="samples only")
+    parser.add_argument("--record-digests", action="store_true", help="write the digests of the whole layers instead of checking them")
+    options = parser.parse_args()
+    cases = {**CASES, Captured.name: Captured()}
+    unknown = [name for name in options.case or () if name not in cases]
+    if unknown:
+        parser.error(f"unknown case {', '.join(unknown)}; known: {', '.join(cases)}")
+    job = Job([])
+    find_runners(job)
+    definition = Runner(get_backend(DEFINITION[0]), DEFINITION[1], "cpu")
+    job.say(f"engines: {', '.join(f'{runner.name} on {runner.device}' for runner in job.runners)}; contracts: {', '.join(CONTRACTS)}")
+    for name in options.case or cases:
+        sampled = run_samples(job, cases[name], definition)
+        if not options.no_layers:
+            run_layers(job, cases[name], sampled)
+    if options.record_digests:
+        DIGESTS.write_text(json.dumps(dict(sorted(job.digests.items())), indent=1) + "\n")
+    add_refusals(job)
+    write(job.rows, options.output)
+    print(table(job.rows))
+    print(f"report: {options.output / 'report.json'} and report.html, {time.perf_counter() - job.started:.0f} s")
+    return 1 if any(row.status == "different" for row in job.rows) else 0
+
+
+def add_refusals(job: Job) -> None:
+    """One row for each operator that a usable engine does not have, so that the table shows every operator on every engine."""
+    for runner in job.runners:
+        offered = runner.backend.capabilities(runner.engine).operators
+        for op in CONTRACTS["ordered-v1"].operators:
+            if op not in offered:
+                reason = f"operator {op} (supported: {', '.join(offered)})"
+                job.add(op=op, backend=runner.name, device=runner.device, status="refused", reason=reason)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,1 @@
+"""The commands of ``python -m attn_spec``; a module each."""

@@ -1,0 +1,127 @@
+"""``check``: the operator test. Bytes against the reference, batch invariance, dtypes, and the trace of the build that ran."""
+
+from __future__ import annotations
+
+import argparse
+import json
+from typing import Any
+
+import numpy as np
+
+from attn_spec._arrays import dtype_name
+from attn_spec._backend import Backend, Call
+from attn_spec._compare import Difference, difference
+from attn_spec._dispatch import get_op
+from attn_spec._operators import OPERATORS
+from attn_spec._registry import get_backend, parse
+from attn_spec.testing.inputs import Sizes, outputs_of, random_call, select
+
+ALIASES = {
+    "pytorch": "attn_reference:pytorch",
+    "host": "attn_reference:host",
+    "cuda": "attn_cuda",
+    "triton": "attn_triton",
+    "jax": "attn_jax_rocm_sink",
+}
+DTYPES = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}
+
+
+def add_parser(commands: Any) -> None:
+    parser = commands.add_parser(
+        "check", help="the operator test: compare bytes with the reference, and batch invariance; exit 1 on any failure"
+    )
+    parser.add_argument("--op", default="attention", choices=tuple(name for name in OPERATORS if name != "attn"))
+    parser.add_argument("--candidate", default="host", help=f"{', '.join(ALIASES)}, or NAME[:ENGINE] of an installed backend")
+    parser.add_argument(
+        "--reference", help="NAME:ENGINE; default attn_reference's PyTorch definition, its host kernels for the definition itself"
+    )
+    parser.add_argument("--device", default="cpu", choices=("cpu", "cuda", "rocm"))
+    parser.add_argument("--dtype", default="bfloat16", choices=(*DTYPES.values(), *DTYPES))
+    parser.add_argument("--contract")
+    sizes = (
+        ("batch", 2),
+        ("heads", 4),
+        ("kv-heads", None),
+        ("seq", 16),
+        ("keys", None),
+        ("head-dim", 64),
+        ("value-dim", None),
+        ("seed", 123),
+    )
+    for name, value in sizes:
+        parser.add_argument(f"--{name}", type=int, default=value)
+    parser.add_argument("--causal", action=argparse.BooleanOptionalAction, default=True)
+    parser.add_argument("--window", type=int, nargs=2, metavar=("LEFT", "RIGHT"))
+    parser.add_argument("--sinks", action="store_true")
+    parser.add_argument("--padding", action="store_true", help="with a random key padding mask")
+    parser.add_argument("--check-grad", action="store_true", help="gradients too, from random cotangents")
+    parser.add_argument("--json", action="store_true", help="print JSON")
+    parser.set_defaults(run=run)
+
+
+def run(options: argparse.Namespace) -> int:
+    name = ALIASES.get(options.candidate, options.candidate)
+    candidate, engine = get_backend(name), parse(name)[1]
+    op = get_op(options.op, device=options.device, backend=name, contract=options.contract)
+    sizes = Sizes(
+        batch=options.batch,
+        heads=options.heads,
+        kv_heads=options.kv_heads,
+        queries=options.seq,
+        keys=options.keys,
+        head_dim=options.head_dim,
+        value_dim=options.value_dim,
+        causal=options.causal,
+        window=tuple(options.window) if options.window else None,
+        sinks=options.sinks,
+        padding=options.padding,
+    )
+    call = random_call(options.op, DTYPES.get(options.dtype, options.dtype), sizes, options.seed, gradients=options.check_grad)
+    rows = check(call, candidate, engine, options.device, _reference(options.reference, candidate, engine))
+    passed = all(found.equal for found in rows.values())
+    if options.json:
+        lines = {row: {"passed": found.equal, "detail": found.text()} for row, found in rows.items()}
+        print(json.dumps({"passed": passed, "rows": lines, "trace": op.trace.as_dict()}, indent=2))
+        return 0 if passed else 1
+    for row, found in rows.items():
+        print(f"{'pass' if found.equal else 'FAIL'}  {row:44} {found.text()}")
+    for field, value in op.trace.as_dict().items():
+        print(f"trace {field}: {value}")
+    print(f"{sum(found.equal for found in rows.values())} of {len(rows)} passed")
+    return 0 if passed else 1
+
+
+def check(call: Call, candidate: Backend, engine: str | None, device: str, reference: tuple[Backend, str | None]) -> dict[str, Difference]:
+    """Every comparison by name: bytes and dtypes against the reference, then batch size, slot and neighbours against itself."""
+    results = candidate.evaluate(call, device=device, engine=engine)
+    expected = reference[0].evaluate(call, device="cpu", engine=reference[1])
+    rows = {f"{name} equals the reference": difference(results[name], expected[name]) for name in expected}
+    for name in call.wrt:
+        rows[f"d{name} has the dtype of {name}"] = _same_dtype(results[f"d{name}"], call.arrays[name])
+    batch = len(call.arrays["cu_seqlens_q"]) - 1 if "cu_seqlens_q" in call.arrays else next(iter(call.arrays.values())).shape[0]
+    whole = outputs_of(call, results, 0)
+    others = list(range(1, batch))
+    for what, items, slot in (
+        ("alone", [0], 0),
+        ("in the last slot", [*others, 0], len(others)),
+        ("among twice its neighbours", [0, *others, *others], 0),
+        ("beside copies of itself", [0] * (batch + 1), batch),
+    ):
+        rearranged = select(call, items)
+        part = outputs_of(rearranged, candidate.evaluate(rearranged, device=device, engine=engine), slot)
+        rows.update({f"{name} of item 0 {what}": difference(part[name], whole[name]) for name in whole})
+    return rows
+
+
+def _same_dtype(gradient: np.ndarray, array: np.ndarray) -> Difference:
+    if gradient.dtype == array.dtype:
+        return Difference(True)
+    return Difference(False, reason=f"dtype {dtype_name(gradient.dtype)} against {dtype_name(array.dtype)}")
+
+
+def _reference(name: str | None, candidate: Backend, engine: str | None) -> tuple[Backend, str | None]:
+    backend = get_backend(name or "attn_reference")
+    if name is not None:
+        return backend, parse(name)[1]
+    is_definition = candidate is backend and engine == "pytorch"
+    return backend, "host" if is_definition and backend.unavailable("cpu", "host") is None else "pytorch"

@@ -1,0 +1,74 @@
+"""Preparation of arguments that every public function shares: autocast, defaults, integer arrays and checks of values that are free to
+read."""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor
+
+__all__ = ["autocast", "check_offsets", "check_one_device", "int64", "lengths", "scale_of", "seed_of", "starts"]
+
+
+def check_one_device(op: str, arrays: dict[str, Tensor | None]) -> None:
+    devices = {name: tensor.device for name, tensor in arrays.items() if tensor is not None}
+    if len(set(devices.values())) > 1:
+        raise ValueError(
+            f"{op}: all tensors must be on one device; got {', '.join(f'{name} on {device}' for name, device in devices.items())}"
+        )
+
+
+def autocast(*tensors: Tensor) -> tuple[Tensor, ...]:
+    kind = tensors[0].device.type if isinstance(tensors[0], Tensor) else "cpu"
+    if not torch.is_autocast_enabled(kind):
+        return tensors
+    dtype = torch.get_autocast_dtype(kind)
+    return tuple(tensor.to(dtype) if tensor.is_floating_point() else tensor for tensor in tensors)
+
+
+def scale_of(scale: float | None, q: Tensor) -> float:
+    return 1.0 / math.sqrt(q.shape[-1]) if scale is None else float(scale)
+
+
+def int64(tensor: Tensor | None) -> Tensor | None:
+    return None if tensor is None else tensor.to(torch.int64)
+
+
+def starts(start: int | Tensor | None, q: Tensor) -> Tensor | None:
+    if start is None:
+        return None
+    if isinstance(start, Tensor):
+        return start.to(torch.int64)
+    return torch.full((q.shape[0],), start, dtype=torch.int64, device=q.device)
+
+
+def _readable(tensor: Tensor | None) -> bool:
+    """Values are checked where reading them costs no device synchronisation; kernels clamp them elsewhere."""
+    return tensor is not None and tensor.device.type == "cpu" and not torch.compiler.is_compiling()
+
+
+def lengths(name: str, values: Tensor | None, limit: int) -> Tensor | None:
+    if values is not None and _readable(values) and values.numel() and (int(values.min()) < 0 or int(values.max()) > limit):
+        raise ValueError(f"attention: {name} must lie in [0, {limit}]; got {values.tolist()}")
+    return int64(values)
+
+
+def check_offsets(name: str, offsets: Tensor, total: int, used: Tensor | None) -> None:
+    if not _readable(offsets):
+        return
+    sizes = torch.diff(offsets.to(torch.int64))
+    if int(offsets[0]) < 0 or (sizes < 0).any() or int(offsets[-1]) > total:
+        raise ValueError(f"attention_varlen: {name} must not decrease and must lie in [0, {total}]; got {offsets.tolist()}")
+    if used is not None and _readable(used) and ((used < 0) | (used > sizes)).any():
+        raise ValueError(f"attention_varlen: used lengths must lie between 0 and the segment sizes {sizes.tolist()}; got {used.tolist()}")
+
+
+def seed_of(seed: int | Tensor | None, q: Tensor) -> Tensor:
+    if seed is None:
+        drawn = torch.randint(-(2**63), 2**63 - 1, (), dtype=torch.int64)
+        return drawn.to(q.device)
+    if isinstance(seed, Tensor):
+        return seed.to(device=q.device, dtype=torch.int64).reshape(())
+    signed = int(seed) - 2**64 if int(seed) >= 2**63 else int(seed)
+    return torch.tensor(signed, dtype=torch.int64, device=q.device)
