@@ -53,8 +53,8 @@ def describe(
     if missing:
         raise TypeError(f"{op}: missing {', '.join(missing)}")
     _check_devices(op, given)
-    sizes, features = _CHECKS[op](given, options)
     _check_options(op, options)
+    sizes, features = _CHECKS[op](given, options)
     if gradient:
         features.add("gradient")
     dtype, device = given[spec.inputs[0]].dtype, given[spec.inputs[0]].device

@@ -4,10 +4,6 @@
 
 #include "attn/float_bits.h"
 
-#if !defined(__CUDA_ARCH__) && !defined(__HIP_DEVICE_COMPILE__)
-#include <cmath>
-#endif
-
 namespace attn {
 
 constexpr int kTile = 256;
@@ -53,6 +49,15 @@ ATTN_HD float fma(float a, float b, float c) {
 #endif
 }
 
+// Exact. Outside CUDA the builtin: floorf is a host function to HIP.
+ATTN_HD float floor(float value) {
+#if defined(__CUDA_ARCH__)
+  return floorf(value);
+#else
+  return __builtin_floorf(value);
+#endif
+}
+
 // The zero rule: a stored zero is +0.
 ATTN_HD float positive_zero(float value) { return add(value, 0.0f); }
 
@@ -66,7 +71,7 @@ ATTN_HD float exp_nonpositive(float x) {
   const float ln2_low = bits_to_float(0x35BFBE8Eu);
   const bool underflows = x < -104.0f;
   const float argument = (underflows || is_nan(x)) ? 0.0f : x;
-  const float n = floorf(add(mul(argument, log2e), 0.5f));
+  const float n = floor(add(mul(argument, log2e), 0.5f));
   const float r = sub(sub(argument, mul(n, ln2_high)), mul(n, ln2_low));
   float p = bits_to_float(0x39500D01u);           // 1/5040
   p = add(mul(p, r), bits_to_float(0x3AB60B61u));  // 1/720

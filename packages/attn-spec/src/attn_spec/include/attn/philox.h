@@ -31,6 +31,11 @@ struct Dropout {
   float keep_scale;    // 1 / (1 - p), 0 for p = 1
 };
 
+// The same on every backend: both numbers come from binary64.
+inline Dropout make_dropout(double p, uint64_t seed) {
+  return Dropout{seed, static_cast<uint64_t>(p * 4294967296.0), p < 1.0 ? static_cast<float>(1.0 / (1.0 - p)) : 0.0f};
+}
+
 ATTN_HD bool keeps(const Dropout& dropout, uint32_t batch, uint32_t head, uint32_t query, uint32_t key) {
   return static_cast<uint64_t>(philox_word(dropout.seed, batch, head, query, key)) >= dropout.threshold;
 }

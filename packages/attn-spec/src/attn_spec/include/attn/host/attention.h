@@ -1,32 +1,15 @@
-// Interface of the host (CPU) kernels of ordered-v1. Plain structs and pointers: Python bindings and XLA handlers call the same functions.
-// Memory: inputs, outputs and O(T) scratch a thread. Every worker thread clears FTZ/DAZ for itself and restores it.
+// Interface of the host (CPU) attention kernels of ordered-v1. Plain structs and pointers: Python bindings and XLA handlers call the same functions.
+// Memory: inputs, outputs and O(S + T) scratch a thread. Every thread works in the default floating-point environment and restores its own.
 #pragma once
 
-#include <cstdint>
+#include "attn/host/arrays.h"
 
 namespace attn::host {
-
-enum class DType : int32_t { float32 = 0, bfloat16 = 1, float16 = 2 };
-
-// Element strides of [B, H, S, D] (packed input: stride[0] is unused). Any value is allowed, 0 and negative included.
-struct Strides {
-  int64_t batch, head, row, column;
-};
-
-struct Input {
-  const void* data;
-  Strides strides;
-};
-
-struct Output {
-  void* data;
-  Strides strides;
-};
 
 // One attention call. Optional pointers are null when absent. Integer arrays are contiguous int64, masks contiguous bytes (0 drops).
 struct AttentionProblem {
   int64_t batch, heads, kv_heads, queries, keys, head_dim, value_dim;
-  DType dtype;  // of q, k, v, dout and of dq, dk, dv
+  DType dtype;  // of q, k, v and of dq, dk, dv
   Input q, k, v;
   const uint8_t* query_mask;  // [B, S]; a dropped query sees no key
   const uint8_t* key_mask;    // [B, T]; dropped keys are compacted away
@@ -72,10 +55,11 @@ struct AttentionBackward {
   int64_t dbias_shape[4];
 };
 
-// Return null on success or a static message when the problem is out of range (for example offsets that decrease or leave the packed array).
+// Null when the problem can run, else a static message (for example offsets that decrease or leave the packed array).
 const char* check_attention(const AttentionProblem& problem);
 
-void attention_forward(const AttentionProblem& problem, const AttentionForward& results, int threads);
-void attention_backward(const AttentionProblem& problem, const AttentionBackward& gradients, int threads);
+// The bits depend neither on `threads` nor on `variant`. The problem must pass check_attention. Throws std::bad_alloc; results are then undefined.
+void attention_forward(const AttentionProblem& problem, const AttentionForward& results, int threads, Variant variant = Variant::automatic);
+void attention_backward(const AttentionProblem& problem, const AttentionBackward& gradients, int threads, Variant variant = Variant::automatic);
 
 }  // namespace attn::host

@@ -1,0 +1,72 @@
+# attn_add_host_kernels(<target>): the host kernels of ordered-v1 (attn/host/*.h) as a static library.
+#
+# One text is compiled once for each instruction set; the dispatcher chooses at run time. Contraction is off everywhere: an FMA is only where the
+# contract has one. The fingerprint covers the sources, the flags and the compiler.
+
+set(_ATTN_HOST_CMAKE_DIR "${CMAKE_CURRENT_LIST_DIR}")
+get_filename_component(ATTN_INCLUDE_DIR "${CMAKE_CURRENT_LIST_DIR}/../include" ABSOLUTE)
+
+# Variables ATTN_HOST_FLAGS and ATTN_HOST_<variant>_FLAGS for the target processor, ATTN_HOST_VARIANTS in the caller's scope.
+macro(_attn_host_variants)
+  # Value-safe: neither errno nor traps are part of a result, and both keep floorf and selects from vectorising.
+  set(ATTN_HOST_FLAGS -O3 -ffp-contract=off -fno-math-errno -fno-trapping-math)
+  if(CMAKE_SYSTEM_PROCESSOR MATCHES "^(x86_64|AMD64|amd64)$")
+    set(ATTN_HOST_VARIANTS baseline avx2 avx512)
+    set(ATTN_HOST_baseline_FLAGS -march=x86-64 -mtune=generic)
+    set(ATTN_HOST_avx2_FLAGS -march=x86-64 -mtune=generic -mavx2 -mfma)
+    set(ATTN_HOST_avx512_FLAGS -march=x86-64 -mtune=generic -mavx2 -mfma -mavx512f -mavx512bw -mavx512dq -mavx512vl -mprefer-vector-width=512)
+  elseif(CMAKE_SYSTEM_PROCESSOR MATCHES "^(aarch64|arm64|ARM64)$")
+    set(ATTN_HOST_VARIANTS neon)
+    set(ATTN_HOST_neon_FLAGS "")
+  else()
+    set(ATTN_HOST_VARIANTS baseline)
+    set(ATTN_HOST_baseline_FLAGS "")
+  endif()
+endmacro()
+
+# Hash of everything that decides the machine code, in ${result}; configures again when a source changes.
+function(_attn_host_fingerprint result)
+  file(GLOB_RECURSE sources "${ATTN_INCLUDE_DIR}/attn/*.h" "${_ATTN_HOST_CMAKE_DIR}/*.cpp" "${_ATTN_HOST_CMAKE_DIR}/*.cmake")
+  list(SORT sources)
+  set(text "${CMAKE_CXX_COMPILER_ID} ${CMAKE_CXX_COMPILER_VERSION} ${CMAKE_SYSTEM_PROCESSOR} ${CMAKE_CXX_FLAGS} ${ATTN_HOST_FLAGS}")
+  foreach(variant IN LISTS ATTN_HOST_VARIANTS)
+    string(APPEND text " ${variant}:${ATTN_HOST_${variant}_FLAGS}")
+  endforeach()
+  foreach(source IN LISTS sources ARGN)
+    file(SHA256 "${source}" digest)
+    string(APPEND text " ${digest}")
+  endforeach()
+  set_property(DIRECTORY APPEND PROPERTY CMAKE_CONFIGURE_DEPENDS ${sources} ${ARGN})
+  string(SHA256 digest "${text}")
+  set(${result} "${digest}" PARENT_SCOPE)
+endfunction()
+
+# attn_add_host_kernels(<target> [SOURCES <file>...]): SOURCES are the caller's own files that the fingerprint must cover.
+function(attn_add_host_kernels target)
+  cmake_parse_arguments(PARSE_ARGV 1 arg "" "" "SOURCES")
+  if(NOT CMAKE_CXX_COMPILER_ID MATCHES "GNU|Clang")
+    message(FATAL_ERROR "attn host kernels need GCC or Clang; got ${CMAKE_CXX_COMPILER_ID}")
+  endif()
+  find_package(Threads REQUIRED)
+  _attn_host_variants()
+  _attn_host_fingerprint(fingerprint ${arg_SOURCES})
+  add_library(${target} STATIC "${_ATTN_HOST_CMAKE_DIR}/host_dispatch.cpp")
+  target_compile_definitions(${target} PRIVATE ATTN_HOST_FINGERPRINT="${fingerprint}")
+  target_link_libraries(${target} PUBLIC Threads::Threads)
+  set(targets ${target})
+  foreach(variant IN LISTS ATTN_HOST_VARIANTS)
+    set(object ${target}_${variant})
+    add_library(${object} OBJECT "${_ATTN_HOST_CMAKE_DIR}/host_variant.cpp")
+    target_compile_definitions(${object} PRIVATE ATTN_HOST_VARIANT=${variant})
+    target_compile_options(${object} PRIVATE ${ATTN_HOST_${variant}_FLAGS})
+    target_compile_definitions(${target} PRIVATE ATTN_HOST_HAS_${variant})
+    target_sources(${target} PRIVATE $<TARGET_OBJECTS:${object}>)
+    list(APPEND targets ${object})
+  endforeach()
+  foreach(each IN LISTS targets)
+    target_compile_options(${each} PRIVATE ${ATTN_HOST_FLAGS})
+    target_include_directories(${each} PUBLIC "${ATTN_INCLUDE_DIR}")
+    set_target_properties(${each} PROPERTIES CXX_STANDARD 17 CXX_STANDARD_REQUIRED ON CXX_EXTENSIONS OFF POSITION_INDEPENDENT_CODE ON
+      CXX_VISIBILITY_PRESET hidden VISIBILITY_INLINES_HIDDEN ON)
+  endforeach()
+endfunction()
