@@ -1,0 +1,24 @@
+"""The kernels of the PyTorch engine: the readable definition, guarded against the caller's floating-point mode."""
+
+from __future__ import annotations
+
+from attn_reference import _attention, _products, _softmax
+from attn_reference._ieee import keeps_subnormals
+
+__all__ = ["KERNELS", "PyTorchKernels"]
+
+
+class PyTorchKernels:
+    """``attn_spec.torch.Kernels`` by plain torch operations, on any device."""
+
+    softmax_forward = staticmethod(keeps_subnormals(_softmax.softmax_forward))
+    softmax_backward = staticmethod(keeps_subnormals(_softmax.softmax_backward))
+    qk_gemm_forward = staticmethod(keeps_subnormals(_products.qk_gemm_forward))
+    qk_gemm_backward = staticmethod(keeps_subnormals(_products.qk_gemm_backward))
+    av_gemm_forward = staticmethod(keeps_subnormals(_products.av_gemm_forward))
+    av_gemm_backward = staticmethod(keeps_subnormals(_products.av_gemm_backward))
+    attention_forward = staticmethod(keeps_subnormals(_attention.attention_forward))
+    attention_backward = staticmethod(keeps_subnormals(_attention.attention_backward))
+
+
+KERNELS = PyTorchKernels()
