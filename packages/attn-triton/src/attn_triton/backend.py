@@ -1,0 +1,107 @@
+"""The backend object: devices, operators, availability and the fingerprint of the kernels that run."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable, Mapping
+from functools import cache, cached_property
+from pathlib import Path
+from typing import Any, ClassVar, cast
+
+import numpy
+import torch
+import triton
+from attn_spec import Capabilities
+from attn_spec._capabilities import OperatorSupport
+from attn_spec.torch import Kernels, Operators, TorchBackend
+
+from attn_triton import _launch
+from attn_triton._softmax_kernel import INTERPRETED
+
+__all__ = ["BACKEND", "TritonBackend"]
+
+_OLDEST_CAPABILITY = (8, 0)
+_CAPABILITIES = Capabilities(
+    devices=("cuda", "rocm", "cpu"),
+    operators={"joint_attn_softmax": OperatorSupport(features=frozenset({"gradient", "key_padding_mask"}))},
+)
+
+
+class TritonBackend(TorchBackend):
+    """Ordered kernels in Triton. NVIDIA GPUs from compute capability 8.0, AMD GPUs, and CPU tensors under Triton's interpreter."""
+
+    name: ClassVar[str] = "attn_triton"
+    engines: ClassVar[tuple[str, ...]] = ("triton",)
+    priority: ClassVar[Mapping[str, int]] = {"cuda": 1, "rocm": 0}
+
+    def capabilities(self, engine: str | None = None) -> Capabilities:
+        self.engine(engine)
+        return _CAPABILITIES
+
+    def unavailable(self, device: str, engine: str | None = None) -> str | None:
+        self.engine(engine)
+        if device == "cpu":
+            return _no_interpreter()
+        return _no_gpu(device)
+
+    def runs_layers(self, device: str, engine: str | None = None) -> bool:
+        return device != "cpu"
+
+    def operators(self, engine: str | None = None) -> Mapping[str, Callable[..., Any]]:
+        self.engine(engine)
+        return self._functions
+
+    @cached_property
+    def _functions(self) -> Mapping[str, Callable[..., Any]]:
+        return Operators(self, "triton", self.name, cast(Kernels, _launch.TritonKernels())).functions()
+
+    def fingerprint(self, device: str, engine: str | None = None) -> str:
+        """sha256 over the package's sources, the version of Triton, the target and the launch options."""
+        self.engine(engine)
+        digest = hashlib.sha256()
+        for source in sorted(Path(__file__).parent.glob("*.py")):
+            digest.update(source.name.encode() + b"\0" + source.read_bytes() + b"\0")
+        digest.update("\0".join((triton.__version__, _target(device), repr(_launch.CONFIGS.get(device)))).encode())
+        return f"sha256:{digest.hexdigest()}"
+
+
+def _no_interpreter() -> str | None:
+    if not INTERPRETED:
+        return "CPU tensors run only under Triton's interpreter; set TRITON_INTERPRET=1 before the first import of attn_triton"
+    if _version(triton.__version__) < (3, 7) and _version(numpy.__version__) >= (2, 4):
+        return f"Triton {triton.__version__} cannot interpret loops under numpy {numpy.__version__}; use numpy < 2.4 or triton >= 3.7.1"
+    return None
+
+
+@cache
+def _no_gpu(device: str) -> str | None:
+    built, wanted = ("rocm" if torch.version.hip else "cuda" if torch.version.cuda else "cpu"), device
+    if built != wanted:
+        return f"PyTorch {torch.__version__} is built for {built}, not for {wanted}"
+    if not torch.cuda.is_available():
+        return f"no usable {device} device (torch.cuda.is_available() is False)"
+    if INTERPRETED:
+        return None
+    if device == "cuda" and torch.cuda.get_device_capability() < _OLDEST_CAPABILITY:
+        found, oldest = (".".join(map(str, pair)) for pair in (torch.cuda.get_device_capability(), _OLDEST_CAPABILITY))
+        return f"compute capability {found} (supported: {oldest} and newer)"
+    try:
+        triton.runtime.driver.active.get_current_target()
+    except Exception as error:  # the driver may lack its library, a C compiler or a writable cache; each is a reason
+        return f"Triton's driver failed to start: {type(error).__name__}: {error}"
+    return None
+
+
+def _target(device: str) -> str:
+    if INTERPRETED or device == "cpu":
+        return f"interpreter, numpy {numpy.__version__}"
+    reason = _no_gpu(device)
+    return f"none: {reason}" if reason else str(triton.runtime.driver.active.get_current_target())
+
+
+def _version(text: str) -> tuple[int, int]:
+    major, minor = text.split(".")[:2]
+    return int(major), int(minor)
+
+
+BACKEND = TritonBackend()

@@ -1,0 +1,25 @@
+"""The tests run in Triton's interpreter; ``TRITON_INTERPRET=0`` in the environment runs them on the GPU."""
+
+import os
+
+os.environ.setdefault("TRITON_INTERPRET", "1")
+
+from collections.abc import Iterator
+
+import pytest
+import torch
+from attn_triton._softmax_kernel import INTERPRETED
+
+
+@pytest.fixture(scope="session")
+def device() -> str:
+    return "cpu" if INTERPRETED else "cuda"
+
+
+@pytest.fixture(autouse=True)
+def poisoned() -> Iterator[None]:
+    """Uninitialised memory holds NaN, so that an element which no kernel writes shows."""
+    torch.set_deterministic_debug_mode("error")
+    torch.utils.deterministic.fill_uninitialized_memory = True
+    yield
+    torch.set_deterministic_debug_mode("default")

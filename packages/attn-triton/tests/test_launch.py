@@ -1,0 +1,91 @@
+"""What may not move a bit: rows of a program, batch, place in the batch; and the offsets of large tensors."""
+
+import dataclasses
+
+import numpy as np
+import pytest
+import torch
+import triton
+import triton.language as tl
+from attn_spec.testing.asserts import assert_bytes
+from attn_spec.torch import to_numpy
+from attn_triton import _launch, joint_attn_softmax
+from attn_triton import _softmax_kernel as kernel
+
+
+def run(scores, upstream, mask=None):
+    scores = scores.detach().requires_grad_()
+    probs = joint_attn_softmax(scores, key_padding_mask=mask)
+    (gradient,) = torch.autograd.grad(probs, scores, upstream)
+    return to_numpy(probs), to_numpy(gradient)
+
+
+@pytest.fixture
+def data(device):
+    generator = torch.Generator().manual_seed(3)
+    scores, upstream = (torch.randn(4, 3, 600, generator=generator, device="cpu").to(device) for _ in range(2))
+    return scores * 6, upstream, (torch.rand(4, 600, generator=generator) < 0.7).to(device)
+
+
+@pytest.mark.parametrize("rows", (1, 2, 8))
+def test_rows_of_a_program(device, data, monkeypatch, rows):
+    expected = run(*data)
+    monkeypatch.setitem(_launch.CONFIGS, device, dataclasses.replace(_launch.CONFIGS[device], rows=rows))
+    for name, a, b in zip(("probs", "dscores"), run(*data), expected, strict=True):
+        assert_bytes(a, b, name)
+
+
+def test_batch_and_neighbours(data):
+    scores, upstream, mask = data
+    expected = run(*data)
+    for item in range(4):
+        alone = run(*(tensor[item : item + 1] for tensor in data))
+        for name, a, b in zip(("probs", "dscores"), alone, expected, strict=True):
+            assert_bytes(a[0], b[item], f"{name} of item {item} alone")
+    scores[2], mask[3] = float("nan"), False
+    order = torch.tensor([1, 3, 2, 0])
+    for name, a, b in zip(("probs", "dscores"), run(scores[order], upstream[order], mask[order]), expected, strict=True):
+        assert_bytes(a[0], b[1], f"{name} in another place")
+        assert_bytes(a[3], b[0], f"{name} in another place")
+
+
+def test_another_order_of_the_sum_moves_bits(device, data):
+    """Control: the comparisons above see the order. Reversing the keys keeps every exp and changes only the sums."""
+    scores, upstream, _ = data
+    expected, reverse = run(scores, upstream)[0], run(scores.flip(-1), upstream.flip(-1))[0][..., ::-1]
+    assert (expected.view(np.int32) != reverse.view(np.int32)).any()
+
+
+def test_key_index():
+    mask = torch.tensor([[True, False, True, True, False], [False] * 5, [True] * 5])
+    found = _launch.key_index(mask)
+    assert found.counts.tolist() == [3, 0, 5]
+    assert found.index.tolist() == [[0, 2, 3, 1, 4], [0, 1, 2, 3, 4], [0, 1, 2, 3, 4]]
+    assert found.keep.tolist() == mask.int().tolist()
+
+
+@triton.jit
+def _places(out, tiles, rows, keys, rows_per_batch, ROWS: tl.constexpr):
+    _row, _batch, stored, row_start, mask_start = kernel._offsets(rows, keys, rows_per_batch, ROWS)
+    tl.store(out + tl.arange(0, ROWS), row_start)
+    tl.store(out + ROWS + tl.arange(0, ROWS), mask_start)
+    tl.store(tiles + tl.arange(0, ROWS), kernel._tiles(stored))
+
+
+def test_offsets_do_not_overflow(device):
+    keys = 2**31 - 1
+    out, tiles = torch.zeros(8, dtype=torch.int64, device=device), torch.zeros(4, dtype=torch.int32, device=device)
+    _places[(1,)](out, tiles, 3, keys, 2, ROWS=4)
+    assert out.tolist()[:3] == [0, keys, 2 * keys]
+    assert out.tolist()[4:7] == [0, 0, keys]
+    assert tiles.tolist() == [2**23] * 4
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU in this machine")
+def test_more_than_two_to_the_31_elements():
+    rows, keys = 70001, 31001
+    scores = torch.randn(1, rows, keys, device="cuda", dtype=torch.bfloat16)
+    mask = torch.rand(1, keys, device="cuda") < 0.9
+    probs = joint_attn_softmax(scores, key_padding_mask=mask)
+    last = slice(rows - 3, rows)
+    assert_bytes(to_numpy(probs[:, last]), to_numpy(joint_attn_softmax(scores[:, last], key_padding_mask=mask)), "last rows")
