@@ -1,0 +1,47 @@
+# The kernels behind a C header (no Python, no torch), and the Python module over them.
+enable_language(CUDA)
+string(TOUPPER "${CMAKE_BUILD_TYPE}" configuration)
+set(cuda_flags "${CMAKE_CUDA_FLAGS} ${CMAKE_CUDA_FLAGS_${configuration}}")
+attn_cuda_refuse_flags("CMAKE_CUDA_FLAGS" "${cuda_flags}")
+attn_cuda_refuse_flags("NVCC_APPEND_FLAGS" "$ENV{NVCC_APPEND_FLAGS}")
+attn_cuda_refuse_flags("NVCC_PREPEND_FLAGS" "$ENV{NVCC_PREPEND_FLAGS}")
+
+find_package(Python REQUIRED COMPONENTS Interpreter Development.Module)
+execute_process(COMMAND "${Python_EXECUTABLE}" -m pybind11 --cmakedir OUTPUT_VARIABLE pybind11_DIR OUTPUT_STRIP_TRAILING_WHITESPACE COMMAND_ERROR_IS_FATAL ANY)
+find_package(pybind11 CONFIG REQUIRED)
+execute_process(COMMAND "${Python_EXECUTABLE}" -c "import attn_spec; print(attn_spec.include_dir())"
+                OUTPUT_VARIABLE attn_include OUTPUT_STRIP_TRAILING_WHITESPACE COMMAND_ERROR_IS_FATAL ANY)
+
+set(kernels csrc/softmax_forward.cu csrc/softmax_backward.cu csrc/compact_keys.cu csrc/probe.cu)
+set(options --fmad=false)
+if(CMAKE_CUDA_COMPILER_VERSION VERSION_GREATER_EQUAL 12.8)
+  list(APPEND options --compress-mode=size)
+endif()
+
+# Runs in every build, since the environment's nvcc flags may differ from those at configuration.
+file(GLOB attn_headers CONFIGURE_DEPENDS "${attn_include}/attn/*.h")
+file(GLOB own_headers CONFIGURE_DEPENDS "${CMAKE_CURRENT_SOURCE_DIR}/csrc/*.cuh")
+list(TRANSFORM kernels PREPEND "${CMAKE_CURRENT_SOURCE_DIR}/" OUTPUT_VARIABLE kernel_paths)
+string(REPLACE ";" "," fingerprint_files "${kernel_paths};${own_headers};${CMAKE_CURRENT_SOURCE_DIR}/csrc/attn_cuda.h;${attn_headers}")
+string(REPLACE ";" "," architectures "${CMAKE_CUDA_ARCHITECTURES}")
+string(REPLACE ";" " " option_text "${options}")
+add_custom_target(
+  attn_cuda_build_info
+  COMMAND
+    "${CMAKE_COMMAND}" "-DFILES=${fingerprint_files}" "-DFLAGS=${cuda_flags} ${option_text}" "-DARCHITECTURES=${architectures}"
+    "-DCOMPILER=${CMAKE_CUDA_COMPILER_ID} ${CMAKE_CUDA_COMPILER_VERSION}" "-DOUTPUT=${CMAKE_CURRENT_BINARY_DIR}/attn_build_info.h" -P
+    "${CMAKE_CURRENT_SOURCE_DIR}/cmake/BuildInfo.cmake"
+  BYPRODUCTS "${CMAKE_CURRENT_BINARY_DIR}/attn_build_info.h"
+  VERBATIM)
+
+add_library(attn_cuda_kernels STATIC ${kernels})
+add_dependencies(attn_cuda_kernels attn_cuda_build_info)
+target_compile_features(attn_cuda_kernels PUBLIC cxx_std_17 cuda_std_17)
+target_compile_options(attn_cuda_kernels PRIVATE "$<$<COMPILE_LANGUAGE:CUDA>:${options}>")
+target_include_directories(attn_cuda_kernels PUBLIC csrc PRIVATE "${attn_include}" "${CMAKE_CURRENT_BINARY_DIR}")
+set_target_properties(attn_cuda_kernels PROPERTIES POSITION_INDEPENDENT_CODE ON CUDA_RUNTIME_LIBRARY Static)
+
+pybind11_add_module(_cuda MODULE csrc/module.cpp)
+target_link_libraries(_cuda PRIVATE attn_cuda_kernels)
+set_target_properties(_cuda PROPERTIES CUDA_RUNTIME_LIBRARY Static)
+install(TARGETS _cuda DESTINATION attn_cuda)

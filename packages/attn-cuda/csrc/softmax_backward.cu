@@ -1,0 +1,154 @@
+// Softmax of contract ordered-v1, section 2, backward: P from (row_max, row_sum), the tile sums of P * dP, their left-to-right sum delta,
+// then dX. P and dP stay in shared memory between the two passes; rows too long for it recompute P and read dP again.
+#include "launch.cuh"
+
+namespace attn_cuda {
+namespace {
+
+struct BackwardArguments {
+  Axes axes;
+  int64_t keys;
+  Source scores;
+  Source dprobs;
+  attn_cuda_mask mask;
+  const float* row_max;
+  const float* row_sum;
+  void* dscores;
+};
+
+constexpr float kMasked = -1.0f;  // stands for the P of a masked key, which no P equals
+
+// P and dP of one tile; a masked key has P = kMasked, and whatever its dP holds is never used.
+template <typename In, int V, bool Masked>
+__device__ __forceinline__ void load_pair(const In* scores, const void* dprobs, bool dprobs_are_float, const Keys& keys, int64_t base,
+                                          int lane, float row_max, Divisor row_sum, Slots& p, Slots& dp) {
+  Slots values;
+  load_tile<In, V, Masked>(scores, keys, base, lane, attn::negative_infinity(), values);
+  if (dprobs_are_float) {
+    load_tile<float, V, Masked>(static_cast<const float*>(dprobs), keys, base, lane, 0.0f, dp);
+  } else {
+    load_tile<In, V, Masked>(static_cast<const In*>(dprobs), keys, base, lane, 0.0f, dp);
+  }
+  probabilities(values, row_max, row_sum, p);
+#pragma unroll
+  for (int k = 0; k < kSlots; ++k) p[k] = values[k] == attn::negative_infinity() ? kMasked : p[k];
+}
+
+template <typename In, int V, bool Masked, bool Wide, bool Staged>
+__global__ void __launch_bounds__(kMaxThreads<Wide>) softmax_backward_kernel(const __grid_constant__ BackwardArguments arguments) {
+  extern __shared__ float4 storage[];
+  const Team<Wide> team;
+  const Axes& axes = arguments.axes;
+  const int64_t capacity = (arguments.keys + attn::kTile - 1) / attn::kTile;
+  const int64_t staged = Staged ? capacity * attn::kTile : 0;
+  float* staged_p = reinterpret_cast<float*>(storage) + team.place() * (2 * staged + capacity);
+  float* staged_dp = staged_p + staged;
+  float* sums = staged_dp + staged;
+  const int64_t step = static_cast<int64_t>(gridDim.x) * team.teams();
+  for (int64_t row = static_cast<int64_t>(blockIdx.x) * team.teams() + team.place(); row < axes.rows; row += step) {
+    In* dscores = static_cast<In*>(arguments.dscores) + row * arguments.keys;
+    const attn::RowState state{arguments.row_max[row], arguments.row_sum[row]};
+    if (!attn::is_live(state)) {
+      store_zeros(dscores, nullptr, arguments.keys, team.member, team.size);
+      continue;
+    }
+    const In* scores = static_cast<const In*>(arguments.scores.data) + row_offset(axes, arguments.scores.strides, row);
+    const bool is_float = sizeof(In) == sizeof(float) || arguments.dprobs.is_float;
+    const int64_t offset = row_offset(axes, arguments.dprobs.strides, row);
+    const void* dprobs =
+        static_cast<const char*>(arguments.dprobs.data) + offset * static_cast<int64_t>(is_float ? sizeof(float) : sizeof(In));
+    const Keys keys = keys_of_row<Masked>(axes, arguments.mask, arguments.keys, row);
+    const int64_t tiles = (keys.count + attn::kTile - 1) / attn::kTile;
+    const Divisor sum = divisor(state.sum);
+    // The contract starts from the first live tile; a dead one adds +0, which can only change the sign of a zero delta, and that never
+    // reaches dX.
+    float delta = 0.0f;
+    for (int64_t begin = 0; begin < tiles; begin += kChunk) {
+      const int64_t end = min(tiles, begin + kChunk);
+      for (int64_t tile = begin + team.warp; tile < end; tile += team.warps) {
+        Slots p, dp, products;
+        load_pair<In, V, Masked>(scores, dprobs, is_float, keys, tile * attn::kTile, team.lane, state.max, sum, p, dp);
+        if constexpr (Staged) {
+          stage_tile<V>(staged_p + tile * attn::kTile, team.lane, p);
+          stage_tile<V>(staged_dp + tile * attn::kTile, team.lane, dp);
+        }
+#pragma unroll
+        for (int k = 0; k < kSlots; ++k) products[k] = p[k] == kMasked ? 0.0f : mul(p[k], dp[k]);
+        const float total = tree_sum<V>(products, team.lane);
+        if (team.lane == 0) sums[tile - begin] = total;
+      }
+      team.sync();
+      for (int i = 0; i < static_cast<int>(end - begin); ++i) delta = add(delta, sums[i]);
+      team.sync();
+    }
+    for (int64_t tile = team.warp; tile < tiles; tile += team.warps) {
+      Slots p, dp;
+      if constexpr (Staged) {
+        staged_tile<V>(staged_p + tile * attn::kTile, team.lane, p);
+        staged_tile<V>(staged_dp + tile * attn::kTile, team.lane, dp);
+      } else {
+        load_pair<In, V, Masked>(scores, dprobs, is_float, keys, tile * attn::kTile, team.lane, state.max, sum, p, dp);
+      }
+#pragma unroll
+      for (int k = 0; k < kSlots; ++k) dp[k] = p[k] == kMasked ? 0.0f : attn::score_gradient(p[k], dp[k], delta);
+      store_tile<In, V, Masked>(dscores, keys, tile * attn::kTile, team.lane, dp);
+    }
+    if constexpr (Masked) store_zeros(dscores, keys.kept, arguments.keys, team.member, team.size);
+  }
+}
+
+template <typename In>
+cudaError_t launch_backward(const BackwardArguments& arguments, bool masked, bool paired, const Block& block, void* stream) {
+  void (*kernel)(BackwardArguments);
+  if (!block.wide) {
+    kernel = masked ? softmax_backward_kernel<In, 1, true, false, true> : softmax_backward_kernel<In, 1, false, false, true>;
+  } else if (!block.staged) {
+    kernel = masked ? softmax_backward_kernel<In, 1, true, true, false> : softmax_backward_kernel<In, 1, false, true, false>;
+  } else if (masked) {
+    kernel = softmax_backward_kernel<In, 1, true, true, true>;
+  } else {
+    kernel = paired ? softmax_backward_kernel<In, 2, false, true, true> : softmax_backward_kernel<In, 1, false, true, true>;
+  }
+  return launch(kernel, arguments, arguments.axes.rows, block, stream);
+}
+
+}  // namespace
+}  // namespace attn_cuda
+
+extern "C" int attn_cuda_softmax_backward(int device, void* stream, const attn_cuda_shape* shape, const attn_cuda_rows* scores,
+                                          const attn_cuda_rows* dprobs, const attn_cuda_mask* mask, const float* row_max,
+                                          const float* row_sum, void* dscores) {
+  using namespace attn_cuda;
+  if (const int refusal = check_shape(shape, mask)) return refusal;
+  if (scores == nullptr || dprobs == nullptr) return ATTN_CUDA_NULL_POINTER;
+  if (dprobs->dtype != scores->dtype && dprobs->dtype != ATTN_CUDA_FLOAT32) return ATTN_CUDA_BAD_DTYPE;
+  const Axes axes = axes_of(*shape);
+  if (axes.rows == 0) return 0;
+  if (scores->data == nullptr || dprobs->data == nullptr || row_max == nullptr || row_sum == nullptr || dscores == nullptr)
+    return ATTN_CUDA_NULL_POINTER;
+  const DeviceScope scope(device);
+  if (scope.error() != cudaSuccess) return scope.error();
+  Block block;
+  const cudaError_t error = choose_block(device, shape->keys, 2, sizeof(float), &block);
+  if (error != cudaSuccess) return error;
+  const BackwardArguments arguments{axes,
+                                    shape->keys,
+                                    source_of(*scores, scores->dtype),
+                                    source_of(*dprobs, scores->dtype),
+                                    mask == nullptr ? attn_cuda_mask{} : *mask,
+                                    row_max,
+                                    row_sum,
+                                    dscores};
+  const bool paired = pairs(scores->data, scores->dtype, scores->strides) && pairs(dprobs->data, dprobs->dtype, dprobs->strides) &&
+                      contiguous_pairs(dscores, scores->dtype, shape->keys);
+  switch (scores->dtype) {
+    case ATTN_CUDA_FLOAT32:
+      return launch_backward<float>(arguments, mask != nullptr, paired, block, stream);
+    case ATTN_CUDA_BFLOAT16:
+      return launch_backward<attn::bfloat16>(arguments, mask != nullptr, paired, block, stream);
+    case ATTN_CUDA_FLOAT16:
+      return launch_backward<attn::float16>(arguments, mask != nullptr, paired, block, stream);
+    default:
+      return ATTN_CUDA_BAD_DTYPE;
+  }
+}

@@ -1,0 +1,171 @@
+// Softmax of contract ordered-v1, section 2, forward. A team (block or warp) takes one row: its warps find the states of different tiles,
+// one warp merges them left to right, and all normalise. Global memory is read once and written once; rows too long for shared memory are
+// read twice.
+#include "launch.cuh"
+
+namespace attn_cuda {
+namespace {
+
+struct ForwardArguments {
+  Axes axes;
+  int64_t keys;
+  Source scores;
+  attn_cuda_mask mask;
+  void* probs;
+  bool probs_are_float;
+  float* row_max;
+  float* row_sum;
+};
+
+// One row's values in shared memory for a team: states of a chunk of tiles, the row's state, the staged scores.
+struct Shared {
+  float* scores;
+  attn::RowState* tiles;
+  attn::RowState* row;
+};
+
+template <bool Wide, bool Staged>
+__device__ __forceinline__ Shared shared_of_team(float* storage, int64_t keys, int place) {
+  const int64_t tiles = (keys + attn::kTile - 1) / attn::kTile;
+  const int64_t staged = Staged ? tiles * attn::kTile : 0;
+  float* mine = storage + place * (staged + 2 * tiles);
+  auto* states = reinterpret_cast<attn::RowState*>(mine + staged);
+  return Shared{mine, states, states + (tiles < kChunk ? tiles : kChunk)};
+}
+
+// P of a row that holds NaN or +inf: NaN, and +0 where masked. Of a dead row: +0.
+template <typename In, typename Out, bool Masked>
+__device__ void store_special(const In* scores, Out* probs, const Keys& keys, attn::RowState state, int64_t total, int first, int step) {
+  if (!attn::is_live(state)) {
+    store_zeros(probs, nullptr, total, first, step);
+    return;
+  }
+  for (int64_t logical = first; logical < keys.count; logical += step) {
+    const int64_t key = position<Masked>(keys, logical);
+    probs[key] = rounded<Out>(widened(scores[key]) == attn::negative_infinity() ? 0.0f : state.sum);
+  }
+  if constexpr (Masked) store_zeros(probs, keys.kept, total, first, step);
+}
+
+template <typename In, typename Out, int V, bool Masked, bool Wide, bool Staged>
+__device__ __forceinline__ void normalise(const In* scores, Out* probs, const float* staged, const Keys& keys, attn::RowState state,
+                                          int64_t total, const Team<Wide>& team) {
+  if (!attn::is_live(state) || attn::is_nan(state.sum)) {
+    store_special<In, Out, Masked>(scores, probs, keys, state, total, team.member, team.size);
+    return;
+  }
+  const Divisor sum = divisor(state.sum);
+  const int64_t tiles = (keys.count + attn::kTile - 1) / attn::kTile;
+  for (int64_t tile = team.warp; tile < tiles; tile += team.warps) {
+    Slots values, probabilities_of_tile;
+    if constexpr (Staged) {
+      staged_tile<V>(staged + tile * attn::kTile, team.lane, values);
+    } else {
+      load_tile<In, V, Masked>(scores, keys, tile * attn::kTile, team.lane, attn::negative_infinity(), values);
+    }
+    probabilities(values, state.max, sum, probabilities_of_tile);
+    store_tile<Out, V, Masked>(probs, keys, tile * attn::kTile, team.lane, probabilities_of_tile);
+  }
+  if constexpr (Masked) store_zeros(probs, keys.kept, total, team.member, team.size);
+}
+
+template <typename In, int V, bool Masked, bool Wide, bool Staged>
+__global__ void __launch_bounds__(kMaxThreads<Wide>) softmax_forward_kernel(const __grid_constant__ ForwardArguments arguments) {
+  extern __shared__ float4 storage[];
+  const Team<Wide> team;
+  const Axes& axes = arguments.axes;
+  const Shared shared = shared_of_team<Wide, Staged>(reinterpret_cast<float*>(storage), arguments.keys, team.place());
+  const int64_t step = static_cast<int64_t>(gridDim.x) * team.teams();
+  for (int64_t row = static_cast<int64_t>(blockIdx.x) * team.teams() + team.place(); row < axes.rows; row += step) {
+    const In* scores = static_cast<const In*>(arguments.scores.data) + row_offset(axes, arguments.scores.strides, row);
+    const Keys keys = keys_of_row<Masked>(axes, arguments.mask, arguments.keys, row);
+    const int64_t tiles = (keys.count + attn::kTile - 1) / attn::kTile;
+    attn::RowState state = attn::empty_row();
+    int64_t begin = 0;
+    do {
+      const int64_t end = min(tiles, begin + kChunk);
+      for (int64_t tile = begin + team.warp; tile < end; tile += team.warps) {
+        Slots values;
+        load_tile<In, V, Masked>(scores, keys, tile * attn::kTile, team.lane, attn::negative_infinity(), values);
+        if constexpr (Staged) stage_tile<V>(shared.scores + tile * attn::kTile, team.lane, values);
+        const attn::RowState found = tile_state<V>(values, team.lane);
+        if (team.lane == 0) shared.tiles[tile - begin] = found;
+      }
+      team.sync();
+      if (team.warp == 0) state = merge_tiles(shared.tiles, static_cast<int>(end - begin), state, team.lane);
+      begin = end;
+      if (begin < tiles) team.sync();
+    } while (begin < tiles);
+    if (team.member == 0) {
+      arguments.row_max[row] = state.max;
+      arguments.row_sum[row] = state.sum;
+    }
+    if constexpr (Wide) {
+      if (team.member == 0) *shared.row = state;
+      team.sync();
+      state = *shared.row;
+    } else {
+      team.sync();
+    }
+    if (arguments.probs_are_float) {
+      float* probs = static_cast<float*>(arguments.probs) + row * arguments.keys;
+      normalise<In, float, V, Masked, Wide, Staged>(scores, probs, shared.scores, keys, state, arguments.keys, team);
+    } else if constexpr (sizeof(In) != sizeof(float)) {
+      In* probs = static_cast<In*>(arguments.probs) + row * arguments.keys;
+      normalise<In, In, V, Masked, Wide, Staged>(scores, probs, shared.scores, keys, state, arguments.keys, team);
+    }
+  }
+}
+
+template <typename In>
+cudaError_t launch_forward(const ForwardArguments& arguments, bool masked, bool paired, const Block& block, void* stream) {
+  void (*kernel)(ForwardArguments);
+  if (!block.wide) {
+    kernel = masked ? softmax_forward_kernel<In, 1, true, false, true> : softmax_forward_kernel<In, 1, false, false, true>;
+  } else if (!block.staged) {
+    kernel = masked ? softmax_forward_kernel<In, 1, true, true, false> : softmax_forward_kernel<In, 1, false, true, false>;
+  } else if (masked) {
+    kernel = softmax_forward_kernel<In, 1, true, true, true>;
+  } else {
+    kernel = paired ? softmax_forward_kernel<In, 2, false, true, true> : softmax_forward_kernel<In, 1, false, true, true>;
+  }
+  return launch(kernel, arguments, arguments.axes.rows, block, stream);
+}
+
+}  // namespace
+}  // namespace attn_cuda
+
+extern "C" int attn_cuda_softmax_forward(int device, void* stream, const attn_cuda_shape* shape, const attn_cuda_rows* scores,
+                                         const attn_cuda_mask* mask, void* probs, int32_t probs_dtype, float* row_max, float* row_sum) {
+  using namespace attn_cuda;
+  if (const int refusal = check_shape(shape, mask)) return refusal;
+  if (scores == nullptr) return ATTN_CUDA_NULL_POINTER;
+  if (probs_dtype != scores->dtype && probs_dtype != ATTN_CUDA_FLOAT32) return ATTN_CUDA_BAD_DTYPE;
+  const Axes axes = axes_of(*shape);
+  if (axes.rows == 0) return 0;
+  if (scores->data == nullptr || probs == nullptr || row_max == nullptr || row_sum == nullptr) return ATTN_CUDA_NULL_POINTER;
+  const DeviceScope scope(device);
+  if (scope.error() != cudaSuccess) return scope.error();
+  Block block;
+  const cudaError_t error = choose_block(device, shape->keys, 1, sizeof(attn::RowState), &block);
+  if (error != cudaSuccess) return error;
+  const ForwardArguments arguments{axes,
+                                   shape->keys,
+                                   source_of(*scores, scores->dtype),
+                                   mask == nullptr ? attn_cuda_mask{} : *mask,
+                                   probs,
+                                   probs_dtype == ATTN_CUDA_FLOAT32,
+                                   row_max,
+                                   row_sum};
+  const bool paired = pairs(scores->data, scores->dtype, scores->strides) && contiguous_pairs(probs, probs_dtype, shape->keys);
+  switch (scores->dtype) {
+    case ATTN_CUDA_FLOAT32:
+      return launch_forward<float>(arguments, mask != nullptr, paired, block, stream);
+    case ATTN_CUDA_BFLOAT16:
+      return launch_forward<attn::bfloat16>(arguments, mask != nullptr, paired, block, stream);
+    case ATTN_CUDA_FLOAT16:
+      return launch_forward<attn::float16>(arguments, mask != nullptr, paired, block, stream);
+    default:
+      return ATTN_CUDA_BAD_DTYPE;
+  }
+}

@@ -1,0 +1,45 @@
+# Raw entry points of csrc/attn_cuda.h. Pointers and streams are integers; RuntimeError carries the CUDA error or the refusal.
+from typing import TypeAlias
+
+FLOAT32: int
+BFLOAT16: int
+FLOAT16: int
+ARCHITECTURES: str
+FLAGS: str
+COMPILER: str
+FINGERPRINT: str
+PROBE_NAMES: str
+
+Sizes: TypeAlias = tuple[int, int, int]
+Rows: TypeAlias = tuple[int, int, Sizes]
+Mask: TypeAlias = tuple[int, int, int, int]
+
+def compact_keys(device: int, stream: int, kept: int, batch: int, keys: int, positions: int, counts: int, /) -> None: ...
+def softmax_forward(
+    device: int,
+    stream: int,
+    sizes: Sizes,
+    keys: int,
+    scores: Rows,
+    mask: Mask | None,
+    probs: int,
+    probs_dtype: int,
+    row_max: int,
+    row_sum: int,
+    /,
+) -> None: ...
+def softmax_backward(
+    device: int,
+    stream: int,
+    sizes: Sizes,
+    keys: int,
+    scores: Rows,
+    dprobs: Rows,
+    mask: Mask | None,
+    row_max: int,
+    row_sum: int,
+    dscores: int,
+    /,
+) -> None: ...
+def probe(device: int, /) -> int: ...
+def capability(device: int, /) -> int: ...

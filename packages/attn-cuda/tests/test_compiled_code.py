@@ -1,0 +1,95 @@
+"""What the compiler made of the kernels: no contraction, no flush to zero, no approximation, no atomics, no local memory."""
+
+from __future__ import annotations
+
+import re
+import shutil
+import subprocess
+from pathlib import Path
+
+import attn_spec
+import pytest
+from attn_cuda._extension import extension
+
+ARCHITECTURES = ("80", "86", "89", "90a", "100", "120")
+FORBIDDEN = {
+    "flush to zero": r"\.ftz\b",
+    "approximation": r"\b(div|rcp|sqrt|ex2|lg2)\.(approx|full)",
+    "atomic": r"\b(atom|red)\.(global|shared|async|relaxed|gpu|cta)",
+    "contraction": r"\b(fma|mad)\.(rn|rz|rm|rp)\.f32(?!.*exact_fma)",
+}
+
+
+def violations(ptx: str) -> list[str]:
+    """``"kind: line"`` for every line of PTX that could change bits."""
+    return [f"{kind}: {line.strip()}" for line in ptx.splitlines() for kind, pattern in FORBIDDEN.items() if re.search(pattern, line)]
+
+
+def _ptx(nvcc: str, source: Path, out: Path, *options: str) -> str:
+    include = [f"-I{attn_spec.include_dir()}", f"-I{source.parent}"]
+    subprocess.run(
+        [nvcc, "-std=c++17", "-O3", "-arch=compute_80", "-ptx", *options, *include, str(source), "-o", str(out)],
+        check=True,
+        capture_output=True,
+    )
+    return out.read_text()
+
+
+@pytest.mark.parametrize("kernel", ["softmax_forward", "softmax_backward", "compact_keys"])
+def test_ptx_holds_only_the_stated_arithmetic(nvcc: str, package: Path, tmp_path: Path, kernel: str) -> None:
+    ptx = _ptx(nvcc, package / "csrc" / f"{kernel}.cu", tmp_path / "kernel.ptx", "--fmad=false")
+    assert violations(ptx) == []
+    if kernel != "compact_keys":
+        assert "exact_fma" in ptx and "div.rn.f32" in ptx and "mul.rn.f32" in ptx
+
+
+@pytest.mark.parametrize(
+    ("body", "options", "kind"),
+    [
+        ("x[0] = x[1] * x[2] + x[3];", (), "contraction"),
+        ("x[0] = x[1] * x[2];", ("-ftz=true",), "flush to zero"),
+        ("x[0] = __fmul_rn(x[1], x[2]);", ("--use_fast_math",), "flush to zero"),
+        ("x[0] = x[1] / x[2];", ("-prec-div=false",), "approximation"),
+        ("atomicAdd(x, 1.0f);", (), "atomic"),
+    ],
+)
+def test_the_scan_finds(nvcc: str, tmp_path: Path, body: str, options: tuple[str, ...], kind: str) -> None:
+    source = tmp_path / "control.cu"
+    source.write_text(f"__global__ void control(float* x) {{ {body} }}\n")
+    assert any(found.startswith(kind) for found in violations(_ptx(nvcc, source, tmp_path / "control.ptx", *options)))
+
+
+@pytest.mark.parametrize("architecture", ARCHITECTURES)
+def test_the_contract_headers_compile_for(nvcc: str, tmp_path: Path, architecture: str) -> None:
+    headers = sorted(path.name for path in (attn_spec.include_dir() / "attn").glob("*.h"))
+    assert "ordered.h" in headers
+    source = tmp_path / "headers.cu"
+    calls = "x[0] = attn::merge({x[0], x[1]}, {x[2], x[3]}).sum + attn::ln(x[4]) + attn::tree_sum(x + 256);"
+    source.write_text("".join(f'#include "attn/{name}"\n' for name in headers) + f"__global__ void use(float* x) {{ {calls} }}\n")
+    code = f"arch=compute_{architecture},code=sm_{architecture}"
+    command = [nvcc, "-std=c++17", "--fmad=false", "-Werror", "all-warnings", "-gencode", code, f"-I{attn_spec.include_dir()}", "-cubin"]
+    done = subprocess.run([*command, str(source), "-o", str(tmp_path / "headers.cubin")], check=False, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+
+
+def _cuobjdump(*arguments: str) -> str:
+    triton = pytest.importorskip("triton", reason="cuobjdump comes with triton")
+    tool = shutil.which("cuobjdump") or str(Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump")
+    module = extension()
+    assert not isinstance(module, str), module
+    return subprocess.run([tool, *arguments, str(module.__file__)], capture_output=True, text=True, check=True).stdout
+
+
+def test_no_kernel_spills_to_local_memory() -> None:
+    usage = re.findall(r"REG:(\d+) STACK:(\d+) SHARED:\d+ LOCAL:(\d+)", _cuobjdump("-res-usage"))
+    module = extension()
+    assert not isinstance(module, str), module
+    cubins = sum("virtual" not in name for name in module.ARCHITECTURES.split(","))
+    assert len(usage) >= 40 * cubins
+    assert {(stack, local) for _, stack, local in usage} == {("0", "0")}
+
+
+def test_machine_code_has_no_atomics() -> None:
+    code = _cuobjdump("-sass")
+    assert "FADD.RM" in code and "FFMA" in code
+    assert not re.findall(r"\b(ATOM|ATOMG|ATOMS|RED|STL|LDL)\b[.\w]*", code)
