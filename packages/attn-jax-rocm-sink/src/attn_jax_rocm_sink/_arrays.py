@@ -1,0 +1,105 @@
+"""JAX arrays: descriptions for validation, integer operands, seeds, and numpy data bit for bit."""
+
+from __future__ import annotations
+
+import numbers
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import ml_dtypes
+import numpy as np
+from attn_spec import bfloat16
+from attn_spec._validation import ArrayInfo
+
+__all__ = ["from_numpy", "info", "integers", "is_integer", "platform", "seed_words", "to_numpy"]
+
+_INT32 = np.iinfo(np.int32)
+
+
+def is_integer(value: Any) -> bool:
+    return isinstance(value, numbers.Integral) and not isinstance(value, bool)
+
+
+def _device_name(device: jax.Device) -> str:
+    """Device name in problems: "cpu", "cuda", "rocm"; JAX calls both GPU kinds "gpu"."""
+    if device.platform != "gpu":
+        return str(device.platform)
+    return "rocm" if "rocm" in device.client.platform_version.lower() else "cuda"
+
+
+def _own_devices(array: Any) -> set[str]:
+    """Devices that an array is bound to; traced, numpy and uncommitted arrays go where the computation goes."""
+    if isinstance(array, jax.Array) and not isinstance(array, jax.core.Tracer) and array.committed:
+        return {_device_name(device) for device in array.devices()}
+    return set()
+
+
+def platform(arrays: dict[str, Any], fallback: str | None) -> str:
+    """The device that a call runs on: that of its committed arrays, else ``fallback``, else JAX's default device."""
+    for array in arrays.values():
+        for name in _own_devices(array):
+            return name
+    if fallback is not None:
+        return fallback
+    config: Any = jax.config  # its flags have no types
+    default = config.jax_default_device
+    if isinstance(default, str):
+        default = jax.local_devices(backend=default)[0]
+    return _device_name(default if default is not None else jax.local_devices()[0])
+
+
+def info(name: str, array: Any, device: str) -> ArrayInfo | None:
+    """Shape, dtype and device of an array argument; ``device`` is where an array without a device of its own goes."""
+    if array is None:
+        return None
+    if not isinstance(array, (jax.Array, np.ndarray)):
+        raise TypeError(f"attention: {name} must be a jax.Array or a numpy.ndarray; got {type(array).__name__}")
+    own = _own_devices(array)
+    return ArrayInfo(tuple(array.shape), array.dtype.name, min(own) if own else device)
+
+
+def integers(name: str, value: Any, batch: int, low: int, high: int) -> jax.Array | None:
+    """An integer operand [B] from None, an int or an array [B]; values that are known are checked against [low, high].
+
+    Known values fit int32, so they need no 64-bit mode; traced ones keep their dtype, and the handler checks them.
+    """
+    if value is None or isinstance(value, jax.core.Tracer):
+        return value
+    known = np.full((batch,), value, dtype=object) if is_integer(value) else np.asarray(value)
+    if known.size and (known.min() < low or known.max() > high):
+        raise ValueError(f"attention: {name} must lie in [{low}, {high}]; got {value if is_integer(value) else known.tolist()}")
+    return jnp.asarray(known.astype(np.int32))
+
+
+def seed_words(seed: Any) -> jax.Array:
+    """A 64-bit seed as uint32 [2], low word first. Signed arrays are sign-extended, as ``attn_spec.torch`` does."""
+    if is_integer(seed):
+        return jnp.asarray(np.array([seed & 0xFFFFFFFF, seed >> 32], dtype=np.uint32))
+    if not isinstance(seed, (jax.Array, np.ndarray)) or seed.shape != () or seed.dtype.name not in ("int32", "int64", "uint32", "uint64"):
+        found = f"{seed.dtype.name} {list(seed.shape)}" if isinstance(seed, (jax.Array, np.ndarray)) else repr(seed)
+        raise TypeError(f"attention: dropout_seed must be an integer or a scalar array of int32, int64, uint32 or uint64; got {found}")
+    if not isinstance(seed, jax.core.Tracer):
+        return seed_words(int(seed) & (2**64 - 1))
+    low = seed.astype(jnp.uint32)
+    if seed.dtype.itemsize == 8:
+        return jnp.stack([low, (seed >> 32).astype(jnp.uint32)])
+    sign = jnp.where(seed < 0, jnp.uint32(0xFFFFFFFF), jnp.uint32(0))
+    return jnp.stack([low, sign])
+
+
+def from_numpy(array: np.ndarray) -> np.ndarray:
+    """numpy data as JAX takes it: ``attn_spec.bfloat16`` becomes ml_dtypes' bfloat16; int64 becomes int32 when every value fits."""
+    if array.dtype == bfloat16:
+        return np.ascontiguousarray(array)["bfloat16"].view(ml_dtypes.bfloat16)
+    if array.dtype == np.int64 and (array.size == 0 or (array.min() >= _INT32.min and array.max() <= _INT32.max)):
+        return array.astype(np.int32)
+    return array
+
+
+def to_numpy(array: jax.Array) -> np.ndarray:
+    """An array with the bits of ``array``."""
+    host = np.asarray(array)
+    if host.dtype == ml_dtypes.bfloat16:
+        return np.ascontiguousarray(host).view(np.uint16).view(bfloat16)
+    return host

@@ -1,0 +1,71 @@
+"""The engines of this package as data: what each runs, on which devices, and why it may not be usable here."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+
+import jax
+from attn_spec import Capabilities
+from attn_spec._capabilities import OperatorSupport
+
+from attn_jax_rocm_sink import _ffi
+
+__all__ = ["ENGINES", "Engine", "select"]
+
+
+@dataclass(frozen=True)
+class Engine:
+    """One implementation. ``unavailable`` gives the reason why it does not run on this machine, or None."""
+
+    name: str
+    capabilities: Capabilities
+    unavailable: Callable[[], str | None]
+    fingerprint: Callable[[], str]
+
+
+def _host_unavailable() -> str | None:
+    reason = _ffi.load().reason
+    if reason is not None:
+        return reason
+    try:
+        jax.local_devices(backend="cpu")
+    except RuntimeError as error:
+        return f"JAX has no CPU platform here: {error}"
+    return None
+
+
+_ATTENTION = OperatorSupport(
+    features=frozenset(
+        {
+            "bias",
+            "causal",
+            "dropout",
+            "gradient",
+            "k_start",
+            "key_padding_mask",
+            "kv_lengths",
+            "q_start",
+            "return_lse",
+            "sinks",
+            "window",
+        }
+    )
+)
+
+ENGINES: Mapping[str, Engine] = {
+    "host": Engine(
+        "host",
+        Capabilities(devices=("cpu",), operators={"attention": _ATTENTION}),
+        _host_unavailable,
+        lambda: _ffi.load().fingerprint,
+    )
+}
+
+
+def select(device: str) -> str:
+    """The engine that serves ``device`` when none is named; the first one when none does, so that its reasons are reported."""
+    for name, engine in ENGINES.items():
+        if device in engine.capabilities.devices:
+            return name
+    return next(iter(ENGINES))
