@@ -1,0 +1,100 @@
+"""Golden results: small recordings of calls and their bytes. ``python -m attn_shared_tests.goldens`` writes them anew.
+
+The PyTorch definition makes them and the compiled engine, where it is usable, must agree before a file is written.
+"""
+
+from __future__ import annotations
+
+import argparse
+import datetime
+import platform
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from attn_spec import Call
+from attn_spec._registry import get_backend
+from attn_spec._trace import Recording
+from attn_spec.testing.asserts import assert_same
+
+from attn_shared_tests import problems
+from attn_shared_tests.problems import QKV
+from attn_shared_tests.reference import NAME
+
+FOLDER = Path(__file__).with_name("goldens")
+CONTRACT = "ordered-v1"
+MOST_BYTES = 65536
+
+
+def golden_calls() -> dict[str, Call]:
+    """The calls by file name: each operator and each feature once, with gradients."""
+    every = (*QKV, "sinks", "bias")
+    mask = problems.mask_of((9, 20), 20)[:, ::-1].copy()
+    return {
+        "attention-causal-float32": problems.attention(queries=6, keys=20, wrt=QKV),
+        "attention-tiles-bfloat16": problems.attention(batch=1, heads=2, kv_heads=1, queries=2, keys=600, head_dim=4, dtype="bfloat16", wrt=QKV),
+        "attention-sinks-window-float16": problems.attention(queries=8, keys=20, dtype="float16", with_sinks=True, window=(3, 0), wrt=(*QKV, "sinks")),
+        "attention-bias-dropout-float32": problems.attention(
+            queries=5, keys=20, with_sinks=True, bias_shape=(1, 4, 1, 20), dropout_p=0.25, dropout_seed=2**63 + 5, wrt=every
+        ),
+        "attention-padding-bfloat16": problems.attention(queries=5, keys=20, dtype="bfloat16", key_padding_mask=mask, wrt=QKV),
+        "attention-starts-float32": problems.attention(
+            queries=5, keys=20, kv_lengths=np.array([20, 7]), q_start=np.array([250, 259]), k_start=np.array([245, 255]), wrt=QKV
+        ),
+        "attention-dead-rows-float32": problems.attention(queries=12, keys=5, wrt=QKV),
+        "varlen-float32": problems.varlen((3, 0, 6), (5, 4, 0), trailing=2, with_sinks=True, wrt=(*QKV, "sinks")),
+        "joint-attention-bfloat16": problems.joint(dtype="bfloat16", gradient=True, prompt_mask=problems.mask_of((8, 3), 8)),
+        "softmax-float32": problems.softmax((2, 2, 700), gradient=True, key_padding_mask=problems.mask_of((700, 300), 700)[:, ::-1].copy()),
+        "softmax-bfloat16": problems.softmax((2, 513), dtype="bfloat16", gradient=True),
+        "qk-gemm-float16": _gemm("joint_attn_qk_gemm", {"q": (1, 4, 5, 72), "k": (1, 2, 7, 72)}, "scores", (1, 4, 5, 7), "float16", "float32"),
+        "av-gemm-bfloat16": _gemm("joint_attn_av_gemm", {"probs": (1, 4, 5, 40), "v": (1, 2, 40, 9)}, "out", (1, 4, 5, 9), "bfloat16", "bfloat16"),
+    }
+
+
+def record(call: Call, results: dict[str, np.ndarray], header: dict[str, Any]) -> Recording:
+    """A call and its results as a recording."""
+    arrays = {f"in.{name}": array for name, array in call.arrays.items()}
+    arrays |= {f"cotangent.{name}": array for name, array in (call.cotangents or {}).items()}
+    arrays |= {f"out.{name}": array for name, array in results.items()}
+    return Recording(arrays, {**header, "op": call.op, "options": dict(call.options), "wrt": list(call.wrt), "contract": CONTRACT})
+
+
+def replay(recording: Recording) -> tuple[Call, dict[str, np.ndarray]]:
+    """The call of a recording and the results that it must give."""
+    parts: dict[str, dict[str, np.ndarray]] = {"in": {}, "cotangent": {}, "out": {}}
+    for name, array in recording.arrays.items():
+        kind, _, argument = name.partition(".")
+        parts[kind][argument] = array
+    header = recording.header
+    options = {name: tuple(value) if isinstance(value, list) else value for name, value in header["options"].items()}
+    call = Call(header["op"], parts["in"], options, parts["cotangent"] or None, tuple(header["wrt"]), header["contract"])
+    return call, parts["out"]
+
+
+def main(arguments: list[str] | None = None) -> None:
+    """Write every golden file."""
+    parser = argparse.ArgumentParser(description=main.__doc__)
+    parser.add_argument("--folder", type=Path, default=FOLDER)
+    parser.add_argument("--date", default=datetime.date.today().isoformat(), help="date in the header (default: today)")
+    chosen = parser.parse_args(arguments)
+    backend = get_backend(NAME)
+    engines = [engine for engine in ("pytorch", "host") if backend.unavailable("cpu", engine) is None]
+    chosen.folder.mkdir(parents=True, exist_ok=True)
+    for name, call in golden_calls().items():
+        results = backend.evaluate(call, engine=engines[0])
+        for other in engines[1:]:
+            assert_same(backend.evaluate(call, engine=other), results, f"{name}: {other} against {engines[0]}")
+        header = {"device": f"cpu {platform.machine()}", "date": chosen.date, "made_by": f"{NAME}:{engines[0]}", "agreed": engines[1:]}
+        path = chosen.folder / f"{name}.safetensors"
+        record(call, results, header).save(path)
+        print(f"{path.name}: {path.stat().st_size} bytes")
+
+
+def _gemm(op: str, shapes: dict[str, tuple[int, ...]], output: str, out_shape: tuple[int, ...], dtype: str, out_dtype: str) -> Call:
+    rng = np.random.default_rng(0)
+    arrays = {name: problems.normal(rng, shape, dtype) for name, shape in shapes.items()}
+    return Call(op, arrays, {}, {output: problems.normal(rng, out_shape, out_dtype)}, tuple(arrays))
+
+
+if __name__ == "__main__":
+    main()
