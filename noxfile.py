@@ -1,0 +1,240 @@
+"""Sessions of the workspace: ``nox -l`` is the manual, and CI runs the same sessions as a developer."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+import tomllib
+from pathlib import Path
+
+import nox
+
+ROOT = Path(__file__).resolve().parent
+sys.path.insert(0, str(ROOT / "ci"))
+from cpu_torch import CudaTorchOnly, cpu_source, nvidia_packages  # noqa: E402
+
+if sys.version_info < (3, 11):
+    sys.exit(f"attn needs Python 3.11 or newer, and this nox runs on {sys.version.split()[0]}: make the environment with a newer python3.")
+if not os.environ.get("UV_FIND_LINKS"):
+    os.environ["UV_FIND_LINKS"] = ",".join(os.environ.get("PIP_FIND_LINKS", "").split())
+
+nox.needs_version = ">=2025.5.1"
+nox.options.default_venv_backend = "uv|virtualenv"
+nox.options.reuse_venv = "yes"
+nox.options.sessions = ["lint", "types", "tests"]
+
+PACKAGES = [
+    "packages/attn-spec",
+    "packages/attn-reference",
+    "packages/attn-triton",
+    "packages/attn-cuda",
+    "packages/attn-jax-rocm-sink",
+    "shared_tests",
+]
+TEST_TOOLS = ["pytest", "pytest-xdist", "hypothesis", "safetensors"]
+TEST_PATHS = ["-n", "2", "ci/tests", "packages", "--pyargs", "attn_shared_tests"]
+TESTED, CPU, OLDEST, BUILD = (f"ci/constraints{part}.txt" for part in ("", "-cpu", "-oldest", "-build"))
+NATIVE = ("*.h", "*.cuh", "*.cpp", "*.cc", "*.cu", "*.hip")
+CLANG = "clang++-22"
+
+
+def has_nvidia_gpu() -> bool:
+    """Whether the NVIDIA driver lists a GPU."""
+    tool = shutil.which("nvidia-smi")
+    return tool is not None and "GPU " in subprocess.run([tool, "-L"], capture_output=True, text=True, check=False).stdout
+
+
+def interpreter() -> dict[str, str]:
+    """Environment in which Triton's kernels run: its CPU interpreter where there is no GPU, of NVIDIA or AMD."""
+    return {} if has_nvidia_gpu() or Path("/dev/kfd").exists() else {"TRITON_INTERPRET": "1"}
+
+
+def session_python(session: nox.Session) -> str:
+    """Path of the session's Python."""
+    return str(Path(session.bin) / "python")
+
+
+def require(session: nox.Session, tool: str, package: str) -> None:
+    """Stop when ``tool`` is missing, and name the Debian package that has it."""
+    if shutil.which(tool) is None:
+        session.error(f"{tool} is not on PATH; on Debian: apt-get install {package}")
+
+
+def require_uv(session: nox.Session) -> None:
+    """Stop when nox has no uv, and name the remedy."""
+    if session.virtualenv.venv_backend != "uv":
+        session.error("uv was not found beside nox: install it into the same environment, .venv/bin/pip install uv")
+
+
+def native_sources() -> list[str]:
+    """Every C++, CUDA and HIP file of the tree."""
+    roots = [Path("packages"), Path("ci")]
+    files = {path for root in roots for pattern in NATIVE for path in root.rglob(pattern)}
+    return sorted(str(path) for path in files if "build" not in path.parts)
+
+
+def third_party(*projects: str) -> list[str]:
+    """What the packages need from others, as their own pyproject files state it."""
+    documents = [tomllib.loads((ROOT / project / "pyproject.toml").read_text()) for project in projects]
+    return sorted({entry for document in documents for entry in document["project"]["dependencies"] if not entry.startswith("attn-")})
+
+
+def resolve(session: nox.Session, *arguments: str) -> tuple[bool, str]:
+    """Resolve an installation without downloading it: whether that worked, and what uv printed. With ``-R`` nothing is asked or installed."""
+    report = session.run_install("uv", "pip", "install", "--dry-run", *arguments, silent=True, success_codes=[0, 1, 2], log=False)
+    return (True, "") if report is None else ("Would " in str(report), str(report))
+
+
+def install_third_party(
+    session: nox.Session,
+    *requirements: str,
+    constraints: tuple[str, ...] = (TESTED, CPU),
+    into: str | None = None,
+    cuda_torch: bool = False,
+) -> None:
+    """Install from the indexes under ``constraints``, into the session's environment or the Python ``into``.
+
+    Without an NVIDIA GPU torch comes first, from whatever offers a CPU build; when nothing does, the session stops before the download,
+    unless ``cuda_torch`` accepts the CUDA build.
+    """
+    require_uv(session)
+    gpu = has_nvidia_gpu()
+    limits = [part for name in constraints if not (gpu and name == CPU) for part in ("-c", name)]
+    if into:
+        limits += ["--python", into]
+    if not gpu and any(requirement.startswith("torch") for requirement in requirements):
+        try:
+            source = cpu_source(lambda extra: resolve(session, *extra, *limits, "torch"))
+        except CudaTorchOnly as error:
+            if not cuda_torch:
+                session.error(str(error))
+            session.warn("no CPU build of this torch is offered here: taking the CUDA build")
+        else:
+            session.install(*source, *limits, "torch")
+    if not gpu and not cuda_torch:
+        found = nvidia_packages(resolve(session, *limits, *requirements)[1])
+        if found:
+            session.error(f"this machine has no NVIDIA GPU, yet {', '.join(found)} would be installed; nothing was downloaded")
+    session.install(*limits, *requirements)
+
+
+def build_into_dist(session: nox.Session) -> None:
+    """Sdists and wheels of all packages in dist/; attn-cuda has kernels if nvcc is on PATH. What has not changed is not built again."""
+    require_uv(session)
+    session.run_install("python", "ci/wheels.py", "--uv", nox.virtualenv.UV, "--python", session_python(session), *PACKAGES)
+
+
+def install_everything(session: nox.Session, *extra: str, constraints: tuple[str, ...] = (TESTED, CPU), cuda_torch: bool = False) -> None:
+    """Third party first, then the project's own fresh wheels alone, so that nothing stale stays and nothing else moves.
+
+    In an environment that is not nox's own (``--no-venv``) everything must be there already.
+    """
+    if not session.virtualenv.is_sandboxed:
+        return
+    install_third_party(session, *third_party(*PACKAGES), *TEST_TOOLS, *extra, constraints=constraints, cuda_torch=cuda_torch)
+    build_into_dist(session)
+    session.install("--no-deps", "--force-reinstall", "--no-index", "--find-links", "dist", *(Path(package).name for package in PACKAGES))
+
+
+@nox.session
+def cross_backend(session: nox.Session) -> None:
+    """Build every package, run every operator on every backend that this machine has, and compare the bytes."""
+    install_everything(session)
+    session.run("python", "benchmarks/cross_backend.py", "--output", "build/cross_backend", *session.posargs, env=interpreter())
+
+
+@nox.session
+def tests(session: nox.Session) -> None:
+    """Build and install every package, then run the tests of all of them and the shared suite."""
+    install_everything(session)
+    session.run("pytest", *(session.posargs or TEST_PATHS), env=interpreter())
+
+
+@nox.session
+def lint(session: nox.Session) -> None:
+    """Check style, formatting, spelling, layering and that all packages have one version."""
+    session.install("-c", TESTED, "ruff", "clang-format", "import-linter", "typos", *third_party("packages/attn-spec"))
+    session.run("ruff", "check")
+    session.run("ruff", "format", "--check")
+    session.run("clang-format", "--dry-run", "--Werror", *native_sources())
+    session.run("lint-imports", env={"PYTHONPATH": os.pathsep.join(str(ROOT / package / "src") for package in PACKAGES)})
+    session.run("typos")
+    session.run("python", "ci/check_versions.py")
+
+
+@nox.session
+def types(session: nox.Session) -> None:
+    """Check the types of every package against the real torch and JAX."""
+    install_third_party(session, *third_party(*PACKAGES), "mypy")
+    session.run("mypy", *session.posargs)
+
+
+@nox.session
+def build(session: nox.Session) -> None:
+    """Write wheels and sdists of all packages to dist/."""
+    build_into_dist(session)
+
+
+@nox.session
+def install(session: nox.Session) -> None:
+    """Install each package of dist/ alone, run its README, and build each sdist without git, nvcc or a compiler."""
+    build_into_dist(session)
+    session.install("-c", TESTED, "pytest", "uv", "pip")
+    for package in PACKAGES:
+        name = Path(package).name.replace("shared_tests", "attn-shared-tests")
+        environment = Path("build/install", name)
+        python = str(environment / "bin/python")
+        session.run_install("uv", "venv", "--quiet", "--clear", "--python", session_python(session), str(environment))
+        needed = ["packages/attn-spec", package, *(["packages/attn-reference"] if name == "attn-shared-tests" else [])]
+        install_third_party(session, *third_party(*needed), into=python)
+        session.run_install("python", "-m", "pip", "--python", python, "install", "--quiet", "--no-index", "--find-links", "dist", name)
+    session.run("pytest", "ci/installs", *session.posargs, env=interpreter())
+
+
+@nox.session
+def bench(session: nox.Session) -> None:
+    """Measure the backends of this machine on the named cases; arguments go to benchmarks/bench.py."""
+    install_everything(session)
+    session.run("python", "benchmarks/bench.py", *session.posargs)
+
+
+@nox.session
+def gen(session: nox.Session) -> None:
+    """Write the generated parts of README.md; ``nox -s gen -- --check`` only says whether they are current."""
+    install_everything(session)
+    session.run("python", "ci/guarantees_table.py", *session.posargs, env=interpreter())
+
+
+@nox.session
+def aarch64(session: nox.Session) -> None:
+    """Cross-compile the arithmetic and the host kernels for aarch64 and run them emulated: the digest must be that of this machine."""
+    require(session, "aarch64-linux-gnu-g++", "g++-aarch64-linux-gnu")
+    require(session, "qemu-aarch64-static", "qemu-user-static")
+    session.install("-c", BUILD, "cmake", "ninja")
+    cross = ["-DCMAKE_SYSTEM_NAME=Linux", "-DCMAKE_SYSTEM_PROCESSOR=aarch64", "-DCMAKE_CXX_COMPILER=aarch64-linux-gnu-g++"]
+    digests = []
+    for folder, options, emulator in (("build/arithmetic/native", [], []), ("build/arithmetic/aarch64", cross, ["qemu-aarch64-static"])):
+        session.run("cmake", "-G", "Ninja", "-S", "ci/arithmetic", "-B", folder, *options, silent=True)
+        session.run("cmake", "--build", folder)
+        digests.append(session.run(*emulator, f"{folder}/digest", external=True, silent=True, stderr=None))
+    session.log(f"this machine:\n{digests[0]}")
+    if digests[0] != digests[1]:
+        session.error(f"aarch64 gives other bits:\n{digests[1]}")
+
+
+@nox.session
+def clang(session: nox.Session) -> None:
+    """Compile the arithmetic headers as HIP device code for the supported AMD GPUs and find no contraction outside the fused chain."""
+    require(session, CLANG, f"{CLANG.replace('++', '')} lld-22")
+    session.install("-c", TESTED, "pytest")
+    session.install("-c", CPU, "--no-deps", "triton")
+    session.run("pytest", "ci/amd")
+
+
+@nox.session(python="3.12")
+def python312(session: nox.Session) -> None:
+    """Run all tests on Python 3.12 with the oldest supported torch and Triton (3 GB of downloads where no CPU build is offered)."""
+    install_everything(session, constraints=(OLDEST,), cuda_torch=True)
+    session.run("pytest", *(session.posargs or TEST_PATHS), env=interpreter())
