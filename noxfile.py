@@ -25,14 +25,8 @@ nox.options.default_venv_backend = "uv|virtualenv"
 nox.options.reuse_venv = "yes"
 nox.options.sessions = ["lint", "types", "tests"]
 
-PACKAGES = [
-    "packages/attn-spec",
-    "packages/attn-reference",
-    "packages/attn-triton",
-    "packages/attn-cuda",
-    "packages/attn-jax-rocm-sink",
-    "shared_tests",
-]
+NAMES = ["attn-spec", "attn-reference", "attn-triton", "attn-cuda", "attn-jax-rocm-sink"]
+FOLDERS = {**{name: f"packages/{name}" for name in NAMES}, "attn-shared-tests": "shared_tests"}
 TEST_TOOLS = ["pytest", "pytest-xdist", "hypothesis", "safetensors"]
 TEST_PATHS = ["-n", "2", "ci/tests", "packages", "--pyargs", "attn_shared_tests"]
 TESTED, CPU, OLDEST, BUILD = (f"ci/constraints{part}.txt" for part in ("", "-cpu", "-oldest", "-build"))
@@ -82,7 +76,7 @@ def third_party(*projects: str) -> list[str]:
 
 
 def resolve(session: nox.Session, *arguments: str) -> tuple[bool, str]:
-    """Resolve an installation without downloading it: whether that worked, and what uv printed. With ``-R`` nothing is asked or installed."""
+    """Resolve an installation without downloading it: whether that worked, and what uv printed. With ``-R`` nothing is asked."""
     report = session.run_install("uv", "pip", "install", "--dry-run", *arguments, silent=True, success_codes=[0, 1, 2], log=False)
     return (True, "") if report is None else ("Would " in str(report), str(report))
 
@@ -101,18 +95,18 @@ def install_third_party(
     """
     require_uv(session)
     gpu = has_nvidia_gpu()
-    limits = [part for name in constraints if not (gpu and name == CPU) for part in ("-c", name)]
-    if into:
-        limits += ["--python", into]
+    target = ["--python", into] if into else []
+    general = [*target, *(part for name in constraints if name != CPU for part in ("-c", name))]
+    limits = [*general, "-c", CPU] if CPU in constraints and not gpu else general
     if not gpu and any(requirement.startswith("torch") for requirement in requirements):
         try:
-            source = cpu_source(lambda extra: resolve(session, *extra, *limits, "torch"))
+            source = cpu_source(lambda extra: resolve(session, *extra, *general, "torch"))
         except CudaTorchOnly as error:
             if not cuda_torch:
                 session.error(str(error))
             session.warn("no CPU build of this torch is offered here: taking the CUDA build")
         else:
-            session.install(*source, *limits, "torch")
+            session.install(*source, *general, "torch")
     if not gpu and not cuda_torch:
         found = nvidia_packages(resolve(session, *limits, *requirements)[1])
         if found:
@@ -123,7 +117,7 @@ def install_third_party(
 def build_into_dist(session: nox.Session) -> None:
     """Sdists and wheels of all packages in dist/; attn-cuda has kernels if nvcc is on PATH. What has not changed is not built again."""
     require_uv(session)
-    session.run_install("python", "ci/wheels.py", "--uv", nox.virtualenv.UV, "--python", session_python(session), *PACKAGES)
+    session.run_install("python", "ci/wheels.py", "--uv", nox.virtualenv.UV, "--python", session_python(session), *FOLDERS.values())
 
 
 def install_everything(session: nox.Session, *extra: str, constraints: tuple[str, ...] = (TESTED, CPU), cuda_torch: bool = False) -> None:
@@ -133,9 +127,9 @@ def install_everything(session: nox.Session, *extra: str, constraints: tuple[str
     """
     if not session.virtualenv.is_sandboxed:
         return
-    install_third_party(session, *third_party(*PACKAGES), *TEST_TOOLS, *extra, constraints=constraints, cuda_torch=cuda_torch)
+    install_third_party(session, *third_party(*FOLDERS.values()), *TEST_TOOLS, *extra, constraints=constraints, cuda_torch=cuda_torch)
     build_into_dist(session)
-    session.install("--no-deps", "--force-reinstall", "--no-index", "--find-links", "dist", *(Path(package).name for package in PACKAGES))
+    session.install("--no-deps", "--force-reinstall", "--no-index", "--find-links", "dist", *FOLDERS)
 
 
 @nox.session
@@ -155,11 +149,11 @@ def tests(session: nox.Session) -> None:
 @nox.session
 def lint(session: nox.Session) -> None:
     """Check style, formatting, spelling, layering and that all packages have one version."""
-    session.install("-c", TESTED, "ruff", "clang-format", "import-linter", "typos", *third_party("packages/attn-spec"))
+    session.install("-c", TESTED, "ruff", "clang-format", "import-linter", "typos", *third_party(FOLDERS["attn-spec"]))
     session.run("ruff", "check")
     session.run("ruff", "format", "--check")
     session.run("clang-format", "--dry-run", "--Werror", *native_sources())
-    session.run("lint-imports", env={"PYTHONPATH": os.pathsep.join(str(ROOT / package / "src") for package in PACKAGES)})
+    session.run("lint-imports", env={"PYTHONPATH": os.pathsep.join(str(ROOT / folder / "src") for folder in FOLDERS.values())})
     session.run("typos")
     session.run("python", "ci/check_versions.py")
 
@@ -167,7 +161,7 @@ def lint(session: nox.Session) -> None:
 @nox.session
 def types(session: nox.Session) -> None:
     """Check the types of every package against the real torch and JAX."""
-    install_third_party(session, *third_party(*PACKAGES), "mypy")
+    install_third_party(session, *third_party(*FOLDERS.values()), "mypy")
     session.run("mypy", *session.posargs)
 
 
@@ -182,12 +176,11 @@ def install(session: nox.Session) -> None:
     """Install each package of dist/ alone, run its README, and build each sdist without git, nvcc or a compiler."""
     build_into_dist(session)
     session.install("-c", TESTED, "pytest", "uv", "pip")
-    for package in PACKAGES:
-        name = Path(package).name.replace("shared_tests", "attn-shared-tests")
+    for name, folder in FOLDERS.items():
         environment = Path("build/install", name)
         python = str(environment / "bin/python")
         session.run_install("uv", "venv", "--quiet", "--clear", "--python", session_python(session), str(environment))
-        needed = ["packages/attn-spec", package, *(["packages/attn-reference"] if name == "attn-shared-tests" else [])]
+        needed = [FOLDERS["attn-spec"], folder, *([FOLDERS["attn-reference"]] if name == "attn-shared-tests" else [])]
         install_third_party(session, *third_party(*needed), into=python)
         session.run_install("python", "-m", "pip", "--python", python, "install", "--quiet", "--no-index", "--find-links", "dist", name)
     session.run("pytest", "ci/installs", *session.posargs, env=interpreter())
@@ -195,9 +188,12 @@ def install(session: nox.Session) -> None:
 
 @nox.session
 def bench(session: nox.Session) -> None:
-    """Measure the backends of this machine on the named cases; arguments go to benchmarks/bench.py."""
+    """Measure the host kernels beside torch and, where there is an NVIDIA GPU, the GPU kernels beside a copy."""
     install_everything(session)
-    session.run("python", "benchmarks/bench.py", *session.posargs)
+    session.run("python", "packages/attn-reference/benchmarks/host_speed.py", *session.posargs)
+    if has_nvidia_gpu():
+        Path("build").mkdir(exist_ok=True)
+        session.run("python", "benchmarks/softmax_gpu.py", "--output", "build/softmax_gpu.json")
 
 
 @nox.session

@@ -29,7 +29,9 @@ import importlib.metadata
 import importlib.util
 import json
 import struct
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -98,8 +100,8 @@ def run_model(folder: Path, layers: list[int], seq_len: int) -> tuple[dict[str, 
     heads = model.config.num_attention_heads
     captured: dict[str, torch.Tensor] = {}
 
-    def keep(name: str):
-        def hook(_module, _inputs, output):
+    def keep(name: str) -> Callable[[torch.nn.Module, object, object], None]:
+        def hook(_module: torch.nn.Module, _inputs: object, output: Any) -> None:
             output = output[0] if isinstance(output, tuple) else output
             batch, length, width = output.shape
             captured[name] = output.view(batch, length, heads, width // heads).transpose(1, 2).contiguous()

@@ -39,7 +39,10 @@ std::vector<float> values(uint32_t stream, int64_t count) {
     const uint32_t bits = word(stream, static_cast<uint32_t>(i));
     const float plain = static_cast<float>(static_cast<int32_t>(bits)) * 0x1p-30f;
     const uint32_t kind = bits & 63u;
-    found[i] = kind == 0 ? plain * 64.0f : kind == 1 ? attn::bits_to_float(bits & 0x807FFFFFu) : kind == 2 ? attn::bits_to_float(bits & 0x80000000u) : plain;
+    found[i] = kind == 0   ? plain * 64.0f
+               : kind == 1 ? attn::bits_to_float(bits & 0x807FFFFFu)
+               : kind == 2 ? attn::bits_to_float(bits & 0x80000000u)
+                           : plain;
   }
   return found;
 }
@@ -60,7 +63,9 @@ void scalars() {
   print("fma, division", ternary.value());
 }
 
-attn::host::Strides contiguous(int64_t heads, int64_t rows, int64_t columns) { return {heads * rows * columns, rows * columns, columns, 1}; }
+attn::host::Strides contiguous(int64_t heads, int64_t rows, int64_t columns) {
+  return {heads * rows * columns, rows * columns, columns, 1};
+}
 
 uint64_t attention(attn::host::Variant variant) {
   constexpr int64_t kBatch = 2, kHeads = 4, kGroups = 2, kQueries = 37, kKeys = 611, kWidth = 40;

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 
@@ -76,4 +77,4 @@ def test_torch_for_rocm_is_not_taken_for_cuda(run, python_of: Callable[[str], st
     code += "from attn_spec._registry import get_backend; print(get_backend('attn_cuda').unavailable('cuda'))"
     result = run(python_of("attn-cuda"), "-c", code, CUDA_HOME=None, ROCM_HOME=None)
     assert result.returncode == 0, result.stderr
-    assert "ROCm" in result.stdout
+    assert ("has no CUDA" if shutil.which("nvcc") else "was built") in result.stdout

@@ -10,7 +10,8 @@ import numpy as np
 import pytest
 from attn_jax_rocm_sink import _engines, attention
 from attn_jax_rocm_sink.backend import BACKEND
-from attn_spec import Call, UnknownName, UnsupportedProblem
+from attn_spec import Call, UnsupportedProblem
+from attn_spec._errors import UnknownName
 from jax_calls import jax_arrays, make_call
 
 ONES = jnp.ones

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from attn_jax_rocm_sink import attention
-from attn_spec import UnknownName
+from attn_spec._errors import UnknownName
 from jax_calls import B, H, S, T, bits, jax_arrays, make_call
 
 CHANGES: dict[str, dict[str, Any]] = {

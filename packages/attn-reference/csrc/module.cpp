@@ -47,11 +47,11 @@ void check(const host::AttentionProblem& problem) {
   if (const char* reason = host::check_attention(problem)) throw py::value_error(std::string("attention: ") + reason);
 }
 
-host::AttentionProblem attention_problem(
-    const std::array<int64_t, 7>& sizes, const Array& q, const Array& k, const Array& v, Address query_mask, Address key_mask,
-    Address kv_lengths, Address q_start, Address k_start, Address cu_seqlens_q, Address cu_seqlens_k, Address seqlens_q, Address seqlens_k,
-    Address sinks, Address bias, const std::array<int64_t, 4>& bias_strides, bool causal, int64_t window_left, int64_t window_right, double scale,
-    double dropout_p, uint64_t dropout_seed) {
+host::AttentionProblem attention_problem(const std::array<int64_t, 7>& sizes, const Array& q, const Array& k, const Array& v,
+                                         Address query_mask, Address key_mask, Address kv_lengths, Address q_start, Address k_start,
+                                         Address cu_seqlens_q, Address cu_seqlens_k, Address seqlens_q, Address seqlens_k, Address sinks,
+                                         Address bias, const std::array<int64_t, 4>& bias_strides, bool causal, int64_t window_left,
+                                         int64_t window_right, double scale, double dropout_p, uint64_t dropout_seed) {
   host::AttentionProblem problem{};
   problem.batch = sizes[0];
   problem.heads = sizes[1];
@@ -108,8 +108,8 @@ void define_product(py::module_& module, const char* name, ProductFunction funct
 void define_softmax(py::module_& module) {
   module.def(
       "softmax_forward",
-      [](const std::array<int64_t, 4>& sizes, const Array& scores, Address mask, const Array& probs, Address row_max, Address row_sum, int threads,
-         const std::string& variant) {
+      [](const std::array<int64_t, 4>& sizes, const Array& scores, Address mask, const Array& probs, Address row_max, Address row_sum,
+         int threads, const std::string& variant) {
         const host::SoftmaxForward results{probs.output(), probs.dtype, pointer<float>(row_max), pointer<float>(row_sum)};
         const host::Variant chosen = variant_of(variant);
         const py::gil_scoped_release release;
@@ -134,15 +134,17 @@ void define_softmax(py::module_& module) {
 void define_attention(py::module_& module) {
   py::class_<host::AttentionProblem>(module, "AttentionProblem")
       .def(py::init(&attention_problem), py::kw_only(), py::arg("sizes"), py::arg("q"), py::arg("k"), py::arg("v"), py::arg("query_mask"),
-           py::arg("key_mask"), py::arg("kv_lengths"), py::arg("q_start"), py::arg("k_start"), py::arg("cu_seqlens_q"), py::arg("cu_seqlens_k"),
-           py::arg("seqlens_q"), py::arg("seqlens_k"), py::arg("sinks"), py::arg("bias"), py::arg("bias_strides"), py::arg("causal"),
-           py::arg("window_left"), py::arg("window_right"), py::arg("scale"), py::arg("dropout_p"), py::arg("dropout_seed"));
+           py::arg("key_mask"), py::arg("kv_lengths"), py::arg("q_start"), py::arg("k_start"), py::arg("cu_seqlens_q"),
+           py::arg("cu_seqlens_k"), py::arg("seqlens_q"), py::arg("seqlens_k"), py::arg("sinks"), py::arg("bias"), py::arg("bias_strides"),
+           py::arg("causal"), py::arg("window_left"), py::arg("window_right"), py::arg("scale"), py::arg("dropout_p"),
+           py::arg("dropout_seed"));
   module.def(
       "attention_forward",
       [](const host::AttentionProblem& problem, const Array& out, Address lse, Address row_max, Address row_sum, int threads,
          const std::string& variant) {
         check(problem);
-        const host::AttentionForward results{out.output(), out.dtype, pointer<float>(lse), pointer<float>(row_max), pointer<float>(row_sum)};
+        const host::AttentionForward results{out.output(), out.dtype, pointer<float>(lse), pointer<float>(row_max),
+                                             pointer<float>(row_sum)};
         const host::Variant chosen = variant_of(variant);
         const py::gil_scoped_release release;
         host::attention_forward(problem, results, threads, chosen);
@@ -150,19 +152,27 @@ void define_attention(py::module_& module) {
       py::arg("problem"), py::arg("out"), py::arg("lse"), py::arg("row_max"), py::arg("row_sum"), py::arg("threads"), py::arg("variant"));
   module.def(
       "attention_backward",
-      [](const host::AttentionProblem& problem, const Array& dout, Address dlse, Address row_max, Address row_sum, Address dq, Address dk, Address dv,
-         Address dsinks, Address dbias, const std::array<int64_t, 4>& dbias_shape, int threads, const std::string& variant) {
+      [](const host::AttentionProblem& problem, const Array& dout, Address dlse, Address row_max, Address row_sum, Address dq, Address dk,
+         Address dv, Address dsinks, Address dbias, const std::array<int64_t, 4>& dbias_shape, int threads, const std::string& variant) {
         check(problem);
-        host::AttentionBackward gradients{dout.input(),         dout.dtype,         pointer<const float>(dlse), pointer<const float>(row_max),
-                                          pointer<const float>(row_sum), pointer<void>(dq), pointer<void>(dk),  pointer<void>(dv),
-                                          pointer<float>(dsinks), pointer<float>(dbias), {}};
+        host::AttentionBackward gradients{dout.input(),
+                                          dout.dtype,
+                                          pointer<const float>(dlse),
+                                          pointer<const float>(row_max),
+                                          pointer<const float>(row_sum),
+                                          pointer<void>(dq),
+                                          pointer<void>(dk),
+                                          pointer<void>(dv),
+                                          pointer<float>(dsinks),
+                                          pointer<float>(dbias),
+                                          {}};
         for (size_t axis = 0; axis < dbias_shape.size(); ++axis) gradients.dbias_shape[axis] = dbias_shape[axis];
         const host::Variant chosen = variant_of(variant);
         const py::gil_scoped_release release;
         host::attention_backward(problem, gradients, threads, chosen);
       },
-      py::arg("problem"), py::arg("dout"), py::arg("dlse"), py::arg("row_max"), py::arg("row_sum"), py::arg("dq"), py::arg("dk"), py::arg("dv"),
-      py::arg("dsinks"), py::arg("dbias"), py::arg("dbias_shape"), py::arg("threads"), py::arg("variant"));
+      py::arg("problem"), py::arg("dout"), py::arg("dlse"), py::arg("row_max"), py::arg("row_sum"), py::arg("dq"), py::arg("dk"),
+      py::arg("dv"), py::arg("dsinks"), py::arg("dbias"), py::arg("dbias_shape"), py::arg("threads"), py::arg("variant"));
 }
 
 }  // namespace

@@ -12,7 +12,8 @@ import pytest
 import torch
 from attn_reference import pytorch
 from attn_reference.backend import BACKEND
-from attn_spec import Call, Problem, UnknownName, UnsupportedProblem
+from attn_spec import Call, Problem, UnsupportedProblem
+from attn_spec._errors import UnknownName
 from float_bits import same_bits
 
 PUBLIC = ("attention", "attention_varlen", "joint_attention", "joint_attn_av_gemm", "joint_attn_qk_gemm", "joint_attn_softmax")

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from attn_spec import Capabilities, Problem
-from attn_spec._capabilities import OperatorSupport
+from attn_spec import Capabilities, OperatorSupport, Problem
 
 SUPPORT = OperatorSupport(frozenset({"causal", "sinks"}), dtypes=("float32", "bfloat16"), max_head_dim=128)
 CAPABILITIES = Capabilities(("cpu",), {"attention": SUPPORT})
@@ -17,7 +16,9 @@ def test_a_supported_problem_has_no_reason() -> None:
 
 
 def test_every_reason_is_listed() -> None:
-    problem = replace(PROBLEM, dtype="float16", device="cuda", contract="sm90-v1", value_dim=256, features=frozenset({"causal", "window", "bias"}))
+    problem = replace(
+        PROBLEM, dtype="float16", device="cuda", contract="sm90-v1", value_dim=256, features=frozenset({"causal", "window", "bias"})
+    )
     assert CAPABILITIES.reasons(problem) == (
         "device cuda (supported: cpu)",
         "contract sm90-v1 (supported: ordered-v1)",

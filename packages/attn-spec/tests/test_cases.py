@@ -42,7 +42,11 @@ def test_joint_samples_run_every_joint_operator(name):
 
 
 def test_cases_keep_the_true_sizes_of_their_models():
-    assert {(case.keys, case.heads, case.head_dim) for case in CASES.values() if case.joint} == {(4608, 24, 128), (6544, 24, 128), (7401, 24, 128)}
+    assert {(case.keys, case.heads, case.head_dim) for case in CASES.values() if case.joint} == {
+        (4608, 24, 128),
+        (6544, 24, 128),
+        (7401, 24, 128),
+    }
     load = CASES["qwen3-8b-load"]
     assert (load.batch, load.keys, load.heads, load.kv_heads, load.head_dim) == (8, 4096, 32, 8, 128)
     window = CASES["gpt-oss-window"]

@@ -39,7 +39,10 @@ def test_explain_names_the_runner_and_each_refusal(capsys):
     "op", ["joint_attn_qk_gemm", "joint_attn_softmax", "joint_attn_av_gemm", "joint_attention", "attention", "attention_varlen"]
 )
 def test_check_passes_for_the_definition_and_prints_the_trace(op, capsys):
-    assert main(["check", "--op", op, "--candidate", "pytorch", "--reference", "attn_reference:pytorch", *SMALL, "--check-grad", "--padding"]) == 0
+    assert (
+        main(["check", "--op", op, "--candidate", "pytorch", "--reference", "attn_reference:pytorch", *SMALL, "--check-grad", "--padding"])
+        == 0
+    )
     printed = capsys.readouterr().out
     assert "FAIL" not in printed and "trace kernel_fingerprint" in printed and "among twice its neighbours" in printed
 

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import pytest
-from attn_spec import UnknownName, UnsupportedProblem, get_op
-from attn_spec._errors import BackendUnavailable
-from conftest import Double, Install
+from attn_spec import UnsupportedProblem, get_op
+from attn_spec._errors import BackendUnavailable, UnknownName
+from doubles import Double, Install
 
 SOFTMAX = "joint_attn_softmax"
 
@@ -19,7 +19,11 @@ def test_the_first_in_order_is_taken(install: Install) -> None:
 
 
 def test_each_one_passed_over_has_its_reason(install: Install) -> None:
-    install(broken=ImportError("fast-math build"), gone=Double("gone", place=0, reason="no kernel image for sm_61"), good=Double("good", place=1))
+    install(
+        broken=ImportError("fast-math build"),
+        gone=Double("gone", place=0, reason="no kernel image for sm_61"),
+        good=Double("good", place=1),
+    )
     trace = get_op(SOFTMAX).trace
     assert trace.selected_backend == "good:plain" and trace.fallback
     text = "\n".join(trace.prior_rejections)

@@ -46,8 +46,8 @@ TESTS = """
 
 @pytest.fixture
 def suite(pytester: pytest.Pytester, request: pytest.FixtureRequest) -> pytest.Pytester:
-    source = (request.path.parent / "conftest.py").read_text()
-    pytester.makepyfile(doubles=source.replace('pytest_plugins = ("pytester",)', "") + "\n\n" + "\n".join(line[4:] for line in DOUBLES.splitlines()))
+    source = (request.path.parent / "doubles.py").read_text()
+    pytester.makepyfile(doubles=source + "\n\n" + "\n".join(line[4:] for line in DOUBLES.splitlines()))
     pytester.makeconftest(BACKENDS)
     pytester.makepyfile(test_one=TESTS)
     return pytester
@@ -60,7 +60,9 @@ def run(suite: pytest.Pytester, *arguments: str) -> pytest.RunResult:
 def test_every_usable_engine_is_tested_and_the_rest_is_named(suite: pytest.Pytester) -> None:
     result = run(suite, "-v", "-k", "not silent")
     result.assert_outcomes(passed=4, deselected=4)
-    result.stdout.fnmatch_lines(["*attn backends installed: gone, good, silent; testing: every usable engine*", "*test_supported[[]good:plain[[]cpu[]][]] PASSED*"])
+    result.stdout.fnmatch_lines(
+        ["*attn backends installed: gone, good, silent; testing: every usable engine*", "*test_supported[[]good:plain[[]cpu[]][]] PASSED*"]
+    )
     result.stdout.fnmatch_lines(["*good:plain[[]cpu[]] *1 *1 *1*", "*gone:plain[[]cpu[]] *absent: no device here*"])
     result.stdout.fnmatch_lines(["*good:plain[[]cpu[]] refused 1 problems: dtype float16 (supported: float32)*"])
 
@@ -68,7 +70,9 @@ def test_every_usable_engine_is_tested_and_the_rest_is_named(suite: pytest.Pytes
 def test_a_backend_that_ignores_its_capabilities_fails(suite: pytest.Pytester) -> None:
     result = run(suite, "--attn-backend", "silent:plain")
     result.assert_outcomes(failed=2)
-    result.stdout.fnmatch_lines(["*ContractViolation: silent:plain[[]cpu[]] ran joint_attn_softmax *float16*which its capabilities refuse*"])
+    result.stdout.fnmatch_lines(
+        ["*ContractViolation: silent:plain[[]cpu[]] ran joint_attn_softmax *float16*which its capabilities refuse*"]
+    )
 
 
 def test_a_name_and_an_engine_choose(suite: pytest.Pytester) -> None:
@@ -91,7 +95,10 @@ def test_a_device_can_be_chosen(suite: pytest.Pytester) -> None:
 
 @pytest.mark.parametrize(
     ("name", "message"),
-    (("bad", "*--attn-backend bad: not installed; installed backends: gone, good, silent*"), ("good:bad", "*unknown engine of good 'bad'; known: plain, other*")),
+    (
+        ("bad", "*--attn-backend bad: not installed; installed backends: gone, good, silent*"),
+        ("good:bad", "*unknown engine of good 'bad'; known: plain, other*"),
+    ),
 )
 def test_an_unknown_name_is_a_usage_error(suite: pytest.Pytester, name: str, message: str) -> None:
     result = run(suite, "--attn-backend", name)
@@ -102,3 +109,10 @@ def test_an_unknown_name_is_a_usage_error(suite: pytest.Pytester, name: str, mes
 def test_a_test_of_one_framework_leaves_the_others_out(suite: pytest.Pytester) -> None:
     suite.makepyfile(test_one="import pytest\n\n@pytest.mark.attn_framework('torch')\ndef test_torch(backend):\n    raise AssertionError\n")
     run(suite, "--attn-backend", "good").assert_outcomes(deselected=2)
+
+
+def test_a_fixture_of_the_same_name_elsewhere_is_left_alone(suite: pytest.Pytester) -> None:
+    suite.makepyfile(
+        test_one="import pytest\n\n@pytest.fixture\ndef backend():\n    return 3\n\ndef test_mine(backend):\n    assert backend == 3\n"
+    )
+    run(suite).assert_outcomes(passed=1)

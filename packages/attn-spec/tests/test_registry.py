@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import pytest
-from attn_spec import Problem, UnknownName
+from attn_spec import Problem
 from attn_spec import _registry as registry
-from attn_spec._errors import BackendUnavailable
-from conftest import Double, Install
+from attn_spec._errors import BackendUnavailable, UnknownName
+from doubles import Double, Install
 
 PROBLEM = Problem(op="joint_attn_softmax", dtype="float32", keys=4)
 

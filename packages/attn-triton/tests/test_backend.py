@@ -9,7 +9,8 @@ import attn_triton
 import numpy as np
 import pytest
 import torch
-from attn_spec import Call, UnknownName, UnsupportedProblem, get_op
+from attn_spec import Call, UnsupportedProblem, get_op
+from attn_spec._errors import UnknownName
 from attn_spec.testing.asserts import assert_bytes
 from attn_triton import _launch, backend
 from attn_triton.backend import BACKEND

@@ -1,8 +1,8 @@
 """Backends with one fault each, made from a right one: the negative controls of the clauses.
 
-A fault takes a right ``evaluate`` and gives a wrong one. Most change the call and not the result, so that each is a whole, plausible attention
-with the mistake of a public bug; ``k_start`` moved together with ``q_start`` is another tiling of the same mathematics.
-The halves tree does not notice a rotation, so only a shift that moves keys across a tile edge shows: CROSSING puts three keys before it.
+A fault takes a right ``evaluate`` and gives a wrong one. Most change the call and not the result, so that each is a whole, plausible
+attention with the mistake of a public bug; ``k_start`` moved together with ``q_start`` is another tiling of the same mathematics. The
+halves tree does not notice a rotation, so only a shift that moves keys across a tile edge shows: CROSSING puts three keys before it.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from attn_spec import Call
 from attn_spec._arrays import dtype_name, from_float32, to_float32
 from attn_spec.testing.runner import Evaluate
 
-from attn_shared_tests.problems import edited
+from attn_shared_tests.problems import edited, shifted, some_heads
 
 Fault = Callable[[Evaluate], Evaluate]
 Results = dict[str, np.ndarray]
@@ -189,16 +189,16 @@ def reports_lse_in_base_two(evaluate: Evaluate) -> Evaluate:
 
 def tiles_by_batch_size(evaluate: Evaluate) -> Evaluate:
     """Another key tiling for larger batches, as a kernel that splits keys by occupancy."""
-    return lambda call: evaluate(_shifted(call, CROSSING) if _batch(call) > 1 else call)
+    return lambda call: evaluate(shifted(call, CROSSING) if call.arrays["q"].shape[0] > 1 else call)
 
 
 def tiles_by_head_count(evaluate: Evaluate) -> Evaluate:
-    return lambda call: evaluate(_shifted(call, CROSSING) if call.arrays["q"].shape[1] > 1 else call)
+    return lambda call: evaluate(shifted(call, CROSSING) if call.arrays["q"].shape[1] > 1 else call)
 
 
 def tiles_by_slot(evaluate: Evaluate) -> Evaluate:
     """Later slots of the batch get another key tiling."""
-    return lambda call: evaluate(_shifted(call, CROSSING * (np.arange(_batch(call)) % 2)))
+    return lambda call: evaluate(shifted(call, CROSSING * (np.arange(call.arrays["q"].shape[0]) % 2)))
 
 
 def tiles_by_the_longest(evaluate: Evaluate) -> Evaluate:
@@ -206,14 +206,14 @@ def tiles_by_the_longest(evaluate: Evaluate) -> Evaluate:
 
     def faulty(call: Call) -> Results:
         lengths = call.arrays.get("kv_lengths")
-        return evaluate(call if lengths is None else _shifted(call, int(lengths.max()) % 256))
+        return evaluate(call if lengths is None else shifted(call, int(lengths.max()) % 256))
 
     return faulty
 
 
 def tiles_by_query_count(evaluate: Evaluate) -> Evaluate:
     """Decode and short chunks run another kernel than long prefill."""
-    return lambda call: evaluate(_shifted(call, CROSSING) if call.arrays["q"].shape[2] < 8 else call)
+    return lambda call: evaluate(shifted(call, CROSSING) if call.arrays["q"].shape[2] < 8 else call)
 
 
 def tiles_by_stored_keys(evaluate: Evaluate) -> Evaluate:
@@ -221,7 +221,7 @@ def tiles_by_stored_keys(evaluate: Evaluate) -> Evaluate:
 
     def faulty(call: Call) -> Results:
         start = call.arrays.get("k_start", call.options.get("k_start"))
-        return evaluate(call if start is None else _shifted(call, -np.asarray(start, np.int64)))
+        return evaluate(call if start is None else shifted(call, -np.asarray(start, np.int64)))
 
     return faulty
 
@@ -262,7 +262,7 @@ def forgets_the_group_sum(evaluate: Evaluate) -> Evaluate:
     def faulty(call: Call) -> Results:
         found = evaluate(call)
         group = call.arrays["q"].shape[1] // call.arrays["k"].shape[1]
-        first = evaluate(_heads(call, slice(0, None, group)))
+        first = evaluate(some_heads(call, slice(0, None, group)))
         return found | {name: first[name] for name in ("dk", "dv") if name in found}
 
     return faulty
@@ -278,7 +278,7 @@ def drops_the_lse_gradient(evaluate: Evaluate) -> Evaluate:
 
 def computes_gradients_by_request(evaluate: Evaluate) -> Evaluate:
     """Another tiling when a single gradient is asked for."""
-    return lambda call: evaluate(_shifted(call, CROSSING) if len(call.wrt) == 1 else call)
+    return lambda call: evaluate(shifted(call, CROSSING) if len(call.wrt) == 1 else call)
 
 
 def forgets_the_mask_in_backward(evaluate: Evaluate) -> Evaluate:
@@ -367,33 +367,6 @@ def accepts_anything(evaluate: Evaluate) -> Evaluate:
 
 def _without(call: Call, name: str) -> Call:
     return replace(edited(call, drop=(name,)), wrt=tuple(n for n in call.wrt if n != name))
-
-
-def _batch(call: Call) -> int:
-    return int(call.arrays["q"].shape[0])
-
-
-def _heads(call: Call, index: slice) -> Call:
-    """The query heads of ``index``, in q, sinks, bias and cotangents."""
-    cotangents = {name: array[:, index] for name, array in (call.cotangents or {}).items()}
-    arrays = {"q": call.arrays["q"][:, index]}
-    if "sinks" in call.arrays:
-        arrays["sinks"] = call.arrays["sinks"][index]
-    if "bias" in call.arrays and call.arrays["bias"].shape[1] > 1:
-        arrays["bias"] = call.arrays["bias"][:, index]
-    return edited(call, cotangents=cotangents, **arrays)
-
-
-def _shifted(call: Call, shift: int | np.ndarray) -> Call:
-    """The same pairs and numbers with every position moved by ``shift``, hence another tiling."""
-    if call.op != "attention":
-        return call
-    batch, queries, keys = _batch(call), call.arrays["q"].shape[2], call.arrays["k"].shape[2]
-    lengths = call.arrays.get("kv_lengths", np.full(batch, keys)).astype(np.int64)
-    given = {name: call.arrays.get(name, call.options.get(name)) for name in ("q_start", "k_start")}
-    k_start = np.broadcast_to(np.asarray(0 if given["k_start"] is None else given["k_start"], np.int64), (batch,))
-    q_start = k_start + lengths - queries if given["q_start"] is None else np.broadcast_to(np.asarray(given["q_start"], np.int64), (batch,))
-    return edited(call, q_start=q_start + shift, k_start=k_start + shift)
 
 
 def _leak(call: Call, result: np.ndarray) -> np.ndarray:

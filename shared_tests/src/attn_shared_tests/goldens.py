@@ -32,8 +32,12 @@ def golden_calls() -> dict[str, Call]:
     mask = problems.mask_of((9, 20), 20)[:, ::-1].copy()
     return {
         "attention-causal-float32": problems.attention(queries=6, keys=20, wrt=QKV),
-        "attention-tiles-bfloat16": problems.attention(batch=1, heads=2, kv_heads=1, queries=2, keys=600, head_dim=4, dtype="bfloat16", wrt=QKV),
-        "attention-sinks-window-float16": problems.attention(queries=8, keys=20, dtype="float16", with_sinks=True, window=(3, 0), wrt=(*QKV, "sinks")),
+        "attention-tiles-bfloat16": problems.attention(
+            batch=1, heads=2, kv_heads=1, queries=2, keys=600, head_dim=4, dtype="bfloat16", wrt=QKV
+        ),
+        "attention-sinks-window-float16": problems.attention(
+            queries=8, keys=20, dtype="float16", with_sinks=True, window=(3, 0), wrt=(*QKV, "sinks")
+        ),
         "attention-bias-dropout-float32": problems.attention(
             queries=5, keys=20, with_sinks=True, bias_shape=(1, 4, 1, 20), dropout_p=0.25, dropout_seed=2**63 + 5, wrt=every
         ),
@@ -46,8 +50,12 @@ def golden_calls() -> dict[str, Call]:
         "joint-attention-bfloat16": problems.joint(dtype="bfloat16", gradient=True, prompt_mask=problems.mask_of((8, 3), 8)),
         "softmax-float32": problems.softmax((2, 2, 700), gradient=True, key_padding_mask=problems.mask_of((700, 300), 700)[:, ::-1].copy()),
         "softmax-bfloat16": problems.softmax((2, 513), dtype="bfloat16", gradient=True),
-        "qk-gemm-float16": _gemm("joint_attn_qk_gemm", {"q": (1, 4, 5, 72), "k": (1, 2, 7, 72)}, "scores", (1, 4, 5, 7), "float16", "float32"),
-        "av-gemm-bfloat16": _gemm("joint_attn_av_gemm", {"probs": (1, 4, 5, 40), "v": (1, 2, 40, 9)}, "out", (1, 4, 5, 9), "bfloat16", "bfloat16"),
+        "qk-gemm-float16": _gemm(
+            "joint_attn_qk_gemm", {"q": (1, 4, 5, 72), "k": (1, 2, 7, 72)}, "scores", (1, 4, 5, 7), "float16", "float32"
+        ),
+        "av-gemm-bfloat16": _gemm(
+            "joint_attn_av_gemm", {"probs": (1, 4, 5, 40), "v": (1, 2, 40, 9)}, "out", (1, 4, 5, 9), "bfloat16", "bfloat16"
+        ),
     }
 
 

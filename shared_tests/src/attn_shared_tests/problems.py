@@ -69,7 +69,7 @@ def attention(
     wrt: tuple[str, ...] = (),
     **keywords: Any,
 ) -> Call:
-    """An ``attention`` call on normal data that returns LSE; with ``wrt`` both results have a cotangent. Keywords are those of the operator."""
+    """An ``attention`` call on normal data that returns LSE; with ``wrt`` both results have a cotangent. Keywords are the operator's."""
     rng = np.random.default_rng(seed)
     value_dim = head_dim if value_dim is None else value_dim
     arrays = {
@@ -117,11 +117,15 @@ def varlen(
     return _call("attention_varlen", arrays, {"return_lse": True, **keywords}, cotangents, wrt)
 
 
-def softmax(shape: tuple[int, ...], *, seed: int = 0, dtype: str = "float32", spread: float = 4.0, gradient: bool = False, **arrays: Any) -> Call:
+def softmax(
+    shape: tuple[int, ...], *, seed: int = 0, dtype: str = "float32", spread: float = 4.0, gradient: bool = False, **arrays: Any
+) -> Call:
     """A ``joint_attn_softmax`` call over the last axis of ``shape``."""
     rng = np.random.default_rng(seed)
     scores = normal(rng, shape, dtype, spread)
-    return _call("joint_attn_softmax", {"scores": scores, **arrays}, {}, {"probs": normal(rng, shape, dtype)}, ("scores",) if gradient else ())
+    return _call(
+        "joint_attn_softmax", {"scores": scores, **arrays}, {}, {"probs": normal(rng, shape, dtype)}, ("scores",) if gradient else ()
+    )
 
 
 def joint(
@@ -160,7 +164,7 @@ def part(results: Mapping[str, np.ndarray], axis: str, index: Any, names: Iterab
     return {name: _take(name, results[name], axis, index) for name in names if axis in AXES[name] and name in results}
 
 
-def edited(call: Call, *, drop: Iterable[str] = (), cotangents: Mapping[str, np.ndarray] | None = None, **changes: Any) -> Call:
+def edited(call: Call, *, drop: Iterable[str] = (), cotangents: Any = None, **changes: Any) -> Call:
     """A copy with arrays and options replaced by name, and those in ``drop`` removed."""
     spec = operator(call.op)
     arrays = {name: array for name, array in call.arrays.items() if name not in set(drop) | set(changes)}
@@ -168,6 +172,29 @@ def edited(call: Call, *, drop: Iterable[str] = (), cotangents: Mapping[str, np.
     for name, value in changes.items():
         (arrays if isinstance(value, np.ndarray) and name in spec.arrays else options)[name] = value
     return replace(call, arrays=arrays, options=options, cotangents=call.cotangents if cotangents is None else cotangents)
+
+
+def some_heads(call: Call, index: slice) -> Call:
+    """The query heads of ``index``, in q, sinks, bias and cotangents."""
+    cotangents = {name: array[:, index] for name, array in (call.cotangents or {}).items()}
+    arrays = {"q": call.arrays["q"][:, index]}
+    if "sinks" in call.arrays:
+        arrays["sinks"] = call.arrays["sinks"][index]
+    if "bias" in call.arrays and call.arrays["bias"].shape[1] > 1:
+        arrays["bias"] = call.arrays["bias"][:, index]
+    return edited(call, cotangents=cotangents, **arrays)
+
+
+def shifted(call: Call, shift: int | np.ndarray) -> Call:
+    """The same pairs and numbers with every position moved by ``shift``, hence another tiling."""
+    if call.op != "attention":
+        return call
+    batch, queries, keys = call.arrays["q"].shape[0], call.arrays["q"].shape[2], call.arrays["k"].shape[2]
+    lengths = call.arrays.get("kv_lengths", np.full(batch, keys)).astype(np.int64)
+    given = {name: call.arrays.get(name, call.options.get(name)) for name in ("q_start", "k_start")}
+    k_start = np.broadcast_to(np.asarray(0 if given["k_start"] is None else given["k_start"], np.int64), (batch,))
+    q_start = k_start + lengths - queries if given["q_start"] is None else np.broadcast_to(np.asarray(given["q_start"], np.int64), (batch,))
+    return edited(call, q_start=q_start + shift, k_start=k_start + shift)
 
 
 def mask_of(lengths: Iterable[int], size: int) -> np.ndarray:

@@ -32,7 +32,7 @@ def cached(evaluate: Evaluate) -> Evaluate:
 
 @cache
 def reference(*, but: str = "") -> Evaluate:
-    """The answer that every backend must reproduce to the byte; ``but`` is the engine under test, which is never its own reference as long as
+    """The answer that every backend must reproduce to the byte; ``but`` is the engine under test, which is never its own reference where
     there is another."""
     backend = get_backend(NAME)
     usable = [engine for engine in ("pytorch", "host") if engine in backend.engines and backend.unavailable("cpu", engine) is None]

@@ -17,7 +17,11 @@ from attn_shared_tests.problems import ROWS
 LENGTH = 270
 CUTS = ((0, LENGTH), (0, 200, LENGTH), (0, 37, 233, LENGTH), (0, 1, 2, 255, 256, 257, LENGTH))
 STEPS = (0, 1, 94, 95, 96, 97, 126, 127, 128, 129, 190, 191, 192, 193, 254, 255, 256, 257, LENGTH - 1)
-FEATURES: dict[str, dict[str, Any]] = {"plain": {}, "sinks and window": {"with_sinks": True, "window": (130, 0)}, "bfloat16": {"dtype": "bfloat16"}}
+FEATURES: dict[str, dict[str, Any]] = {
+    "plain": {},
+    "sinks and window": {"with_sinks": True, "window": (130, 0)},
+    "bfloat16": {"dtype": "bfloat16"},
+}
 
 
 def _call(**keywords: Any) -> Call:

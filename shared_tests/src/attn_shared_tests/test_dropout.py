@@ -26,7 +26,14 @@ def _call(p: float = 0.48, seed: int = SEED, **keywords: Any) -> Call:
 
 def kept(evaluate: Evaluate, p: float, seed: int, **sizes: int) -> np.ndarray:
     """Which pairs survive, read from the output of one-hot values and equal scores: bool [B, H, S, T]."""
-    call = _call(p, seed, **{"batch": 2, "heads": 4, "kv_heads": 1, "queries": 24, "keys": 24, "head_dim": 24, **sizes}, causal=False, scale=0.0, wrt=())
+    call = _call(
+        p,
+        seed,
+        **{"batch": 2, "heads": 4, "kv_heads": 1, "queries": 24, "keys": 24, "head_dim": 24, **sizes},
+        causal=False,
+        scale=0.0,
+        wrt=(),
+    )
     one_hot = np.broadcast_to(np.eye(call.arrays["k"].shape[2], dtype=np.float32), call.arrays["v"].shape).copy()
     return evaluate(problems.edited(call, v=one_hot))["out"] > 0
 

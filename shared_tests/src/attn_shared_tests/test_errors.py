@@ -33,7 +33,7 @@ def _zeros(*shape: int, dtype: Any = F32) -> np.ndarray:
     return np.zeros(shape, dtype)
 
 
-BAD: dict[str, tuple[Call, type[Exception], str]] = {
+BAD: dict[str, tuple[Call, type[Exception] | tuple[type[Exception], ...], str]] = {
     "rank of q": (_attention(q=_zeros(2, 5, 8)), ValueError, r"q must have 4 axes \[B, H, S, D\]; got shape \[2, 5, 8\]"),
     "rank of v": (_attention(v=_zeros(2, 7, 8)), ValueError, r"v must have 4 axes .*\[2, 7, 8\]"),
     "batch": (_attention(q=_zeros(3, 4, 5, 8)), ValueError, r"batch must agree; got q 3, k 2, v 2"),
@@ -47,21 +47,31 @@ BAD: dict[str, tuple[Call, type[Exception], str]] = {
     "no kv heads": (_attention(k=_zeros(2, 0, 7, 8), v=_zeros(2, 0, 7, 8)), ValueError, r"got 4 query heads and 0 kv heads"),
     "float64": (_attention(q=_zeros(2, 4, 5, 8, dtype=np.float64)), TypeError, r"float64.*supported: float32, bfloat16, float16"),
     "integers": (_attention(q=_zeros(2, 4, 5, 8, dtype=np.int32)), TypeError, r"q has dtype int32; supported: float32, bfloat16, float16"),
-    "mixed dtypes": (_attention(v=from_float32(BASE.arrays["v"], "bfloat16")), TypeError, r"q is float32 and v is bfloat16; they must share one dtype"),
-    "mask dtype": (_attention(key_padding_mask=_zeros(2, 7, dtype=np.int32)), TypeError, r"key_padding_mask must be bool \(True keeps the key\); got int32"),
+    "mixed dtypes": (
+        _attention(v=from_float32(BASE.arrays["v"], "bfloat16")),
+        TypeError,
+        r"q is float32 and v is bfloat16; they must share one dtype",
+    ),
+    "mask dtype": (
+        _attention(key_padding_mask=_zeros(2, 7, dtype=np.int32)),
+        TypeError,
+        r"key_padding_mask must be bool \(True keeps the key\); got int32",
+    ),
     "mask rank 3": (_attention(key_padding_mask=_zeros(2, 1, 7, dtype=bool)), ValueError, r"shape \[B, T\] = \[2, 7\]; got \[2, 1, 7\]"),
     "mask rank 4": (_attention(key_padding_mask=_zeros(2, 1, 5, 7, dtype=bool)), ValueError, r"got \[2, 1, 5, 7\]"),
     "mask of scores where B = H = S": (
-        problems.edited(ONE, key_padding_mask=_zeros(2, 2, 2, 2, dtype=bool)), ValueError, r"shape \[B, T\] = \[2, 2\]; got \[2, 2, 2, 2\]",
+        problems.edited(ONE, key_padding_mask=_zeros(2, 2, 2, 2, dtype=bool)),
+        ValueError,
+        r"shape \[B, T\] = \[2, 2\]; got \[2, 2, 2, 2\]",
     ),
     "mask too short": (_attention(key_padding_mask=_zeros(2, 5, dtype=bool)), ValueError, r"got \[2, 5\]"),
     "lengths dtype": (_attention(kv_lengths=_zeros(2)), TypeError, r"kv_lengths must be int32 or int64; got float32"),
     "lengths shape": (_attention(kv_lengths=_zeros(3, dtype=np.int32)), ValueError, r"kv_lengths must have shape \[B\] = \[2\]; got \[3\]"),
     "q_start shape": (_attention(q_start=_zeros(2, 1, dtype=np.int64)), ValueError, r"q_start must have shape \[B\]"),
-    "q_start not an integer": (_attention(q_start=1.5), ValueError, r"q_start must be an integer.*1.5"),
+    "q_start not an integer": (_attention(q_start=1.5), (TypeError, ValueError), r"q_start must be .*(1.5|float)"),
     "negative k_start": (_attention(k_start=-1), ValueError, r"k_start must be 0 or more; got -1"),
     "sinks shape": (_attention(sinks=_zeros(3)), ValueError, r"sinks must have shape \[H\] = \[4\]; got \[3\]"),
-    "sinks dtype": (_attention(sinks=_zeros(4, dtype=np.int64)), TypeError, r"sinks have dtype int64"),
+    "sinks dtype": (_attention(sinks=_zeros(4, dtype=np.int64)), TypeError, r"sinks have dtype int"),
     "bias shape": (_attention(bias=_zeros(1, 3, 5, 7)), ValueError, r"bias must have shape .* = \[2, 4, 5, 7\]; got \[1, 3, 5, 7\]"),
     "bias too short": (_attention(bias=_zeros(2, 1, 1, 6)), ValueError, r"got \[2, 1, 1, 6\]"),
     "boolean bias": (_attention(bias=_zeros(1, 1, 5, 7, dtype=bool)), TypeError, r"bias has dtype bool.*key_padding_mask, or -inf"),
@@ -75,24 +85,50 @@ BAD: dict[str, tuple[Call, type[Exception], str]] = {
     "row without keys": (Call("joint_attn_softmax", {"scores": _zeros(2, 0)}), ValueError, r"at least one key; got T=0"),
     "scalar scores": (Call("joint_attn_softmax", {"scores": np.array(1, F32)}), ValueError, r"at least one axis"),
     "mask for scores without a batch": (
-        Call("joint_attn_softmax", {"scores": _zeros(4), "key_padding_mask": _zeros(1, 4, dtype=bool)}), ValueError, r"needs scores with a batch axis",
+        Call("joint_attn_softmax", {"scores": _zeros(4), "key_padding_mask": _zeros(1, 4, dtype=bool)}),
+        ValueError,
+        r"needs scores with a batch axis",
     ),
     "mask of another batch": (
-        Call("joint_attn_softmax", {"scores": _zeros(2, 3, 4), "key_padding_mask": _zeros(3, 4, dtype=bool)}), ValueError, r"\[2, 4\]; got \[3, 4\]",
+        Call("joint_attn_softmax", {"scores": _zeros(2, 3, 4), "key_padding_mask": _zeros(3, 4, dtype=bool)}),
+        ValueError,
+        r"\[2, 4\]; got \[3, 4\]",
     ),
     "score dtype": (Call("joint_attn_softmax", {"scores": _zeros(2, 4, dtype=np.float64)}), TypeError, r"float64"),
-    "qk head dims": (Call("joint_attn_qk_gemm", {"q": _zeros(1, 1, 2, 3), "k": _zeros(1, 1, 2, 4)}), ValueError, r"head dim must agree; got q 3, k 4"),
-    "av keys": (Call("joint_attn_av_gemm", {"probs": _zeros(1, 1, 2, 3), "v": _zeros(1, 1, 4, 2)}), ValueError, r"keys must agree; got probs 3, v 4"),
+    "qk head dims": (
+        Call("joint_attn_qk_gemm", {"q": _zeros(1, 1, 2, 3), "k": _zeros(1, 1, 2, 4)}),
+        ValueError,
+        r"head dim must agree; got q 3, k 4",
+    ),
+    "av keys": (
+        Call("joint_attn_av_gemm", {"probs": _zeros(1, 1, 2, 3), "v": _zeros(1, 1, 4, 2)}),
+        ValueError,
+        r"keys must agree; got probs 3, v 4",
+    ),
     "probs dtype": (
-        Call("joint_attn_av_gemm", {"probs": from_float32(_zeros(1, 1, 2, 3), "bfloat16"), "v": _zeros(1, 1, 3, 2)}), TypeError, r"probs must be float32 or the dtype of v",
+        Call("joint_attn_av_gemm", {"probs": from_float32(_zeros(1, 1, 2, 3), "bfloat16"), "v": _zeros(1, 1, 3, 2)}),
+        TypeError,
+        r"probs must be float32 or the dtype of v",
     ),
     "offsets dtype": (problems.edited(PACKED, cu_seqlens_q=_zeros(3)), TypeError, r"cu_seqlens_q must be int32 or int64; got float32"),
-    "offsets of another batch": (problems.edited(PACKED, cu_seqlens_k=_zeros(2, dtype=np.int32)), ValueError, r"cu_seqlens_k must have shape"),
-    "empty offsets": (problems.edited(PACKED, cu_seqlens_q=_zeros(0, dtype=np.int32)), ValueError, r"cu_seqlens_q must have shape \[segments \+ 1\]; got \[0\]"),
+    "offsets of another batch": (
+        problems.edited(PACKED, cu_seqlens_k=_zeros(2, dtype=np.int32)),
+        ValueError,
+        r"cu_seqlens_k must have shape",
+    ),
+    "empty offsets": (
+        problems.edited(PACKED, cu_seqlens_q=_zeros(0, dtype=np.int32)),
+        ValueError,
+        r"cu_seqlens_q must have shape \[segments \+ 1\]; got \[0\]",
+    ),
     "dense q for packed": (problems.edited(PACKED, q=_zeros(1, 4, 5, 8)), ValueError, r"q must have 3 axes"),
     "image length": (problems.edited(JOINT, v_img=_zeros(2, 2, 3, 8)), ValueError, r"img length must agree"),
     "heads of text and image": (problems.edited(JOINT, q_img=_zeros(2, 4, 16, 8)), ValueError, r"heads of q must agree"),
-    "prompt mask": (problems.edited(JOINT, prompt_mask=_zeros(2, 16, dtype=bool)), ValueError, r"prompt_mask must have shape \[B, T_txt\] = \[2, 8\]; got \[2, 16\]"),
+    "prompt mask": (
+        problems.edited(JOINT, prompt_mask=_zeros(2, 16, dtype=bool)),
+        ValueError,
+        r"prompt_mask must have shape \[B, T_txt\] = \[2, 8\]; got \[2, 16\]",
+    ),
     "unknown contract": (replace(BASE, contract="ordered-v0"), UnknownName, r"unknown contract 'ordered-v0'; known: ordered-v1"),
 }
 OPTIONS: dict[str, dict[str, Any]] = {
@@ -132,7 +168,8 @@ def test_bad_input_is_named(backend: Runner, name: str) -> None:
     if BAD[name][0].op in operators:
         check_bad(backend.attempt, name)
         return
-    with pytest.raises((UnsupportedProblem, BAD[name][1])):
+    expected = BAD[name][1]
+    with pytest.raises((UnsupportedProblem, *(expected if isinstance(expected, tuple) else (expected,)))):
         backend.attempt(BAD[name][0])
 
 
@@ -180,5 +217,10 @@ def test_the_input_check_catches_a_silent_backend(reference: Evaluate) -> None:
 
 
 def test_the_option_check_catches_a_dropped_option(reference: Evaluate) -> None:
-    for name, fault in (("mask", faulty.ignores_masks), ("bias", faulty.ignores_the_bias), ("window", faulty.ignores_the_window), ("sinks", faulty.drops_the_sink)):
+    for name, fault in (
+        ("mask", faulty.ignores_masks),
+        ("bias", faulty.ignores_the_bias),
+        ("window", faulty.ignores_the_window),
+        ("sinks", faulty.drops_the_sink),
+    ):
         assert_bites(check_option, fault, reference, name)

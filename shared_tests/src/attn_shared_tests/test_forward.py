@@ -44,27 +44,43 @@ def column(*values: float) -> np.ndarray:
 
 KNOWN: dict[str, tuple[dict[str, Any], list[float], list[float]]] = {
     "an empty row is zero": (
-        {"q": np.eye(2, dtype=np.float32)[None, None], "k": np.eye(2, dtype=np.float32)[None, None], "v": column(1, 3),
-         "bias": np.array([[[[0, -np.inf], [-np.inf, -np.inf]]]], np.float32), "scale": 1.0, "causal": False},
-        [1, 0], [1, -np.inf],
+        {
+            "q": np.eye(2, dtype=np.float32)[None, None],
+            "k": np.eye(2, dtype=np.float32)[None, None],
+            "v": column(1, 3),
+            "bias": np.array([[[[0, -np.inf], [-np.inf, -np.inf]]]], np.float32),
+            "scale": 1.0,
+            "causal": False,
+        },
+        [1, 0],
+        [1, -np.inf],
     ),
     "more queries than keys, bottom right": (
-        {"q": column(1, 1, 1, 1, 1), "k": column(0, LN3), "v": column(1, 5), "scale": 1.0}, [0, 0, 0, 1, 4], [-np.inf, -np.inf, -np.inf, 0, 2 * LN2],
+        {"q": column(1, 1, 1, 1, 1), "k": column(0, LN3), "v": column(1, 5), "scale": 1.0},
+        [0, 0, 0, 1, 4],
+        [-np.inf, -np.inf, -np.inf, 0, 2 * LN2],
     ),
     "a window of two tokens": (
-        {"q": column(0, 0, 0, 0), "k": column(0, 0, 0, 0), "v": column(1, 2, 4, 8), "window": (1, 0)}, [1, 1.5, 3, 6], [0, LN2, LN2, LN2],
+        {"q": column(0, 0, 0, 0), "k": column(0, 0, 0, 0), "v": column(1, 2, 4, 8), "window": (1, 0)},
+        [1, 1.5, 3, 6],
+        [0, LN2, LN2, LN2],
     ),
     "a sink of zero": ({"q": column(0), "k": column(0, 0), "v": column(3, 6), "sinks": np.zeros(1, np.float32)}, [3], [LN3]),
     "a sink of twenty": (
-        {"q": column(0), "k": column(0, 0), "v": column(3, 6), "sinks": np.full(1, 20, np.float32)}, [9 / (2 + math.exp(20))], [20.000000004],
+        {"q": column(0), "k": column(0, 0), "v": column(3, 6), "sinks": np.full(1, 20, np.float32)},
+        [9 / (2 + math.exp(20))],
+        [20.000000004],
     ),
     "off-by-one beside large scores": (
-        {"q": column(10), "k": column(1, 1), "v": column(3, 6), "scale": 1.0, "sinks": np.zeros(1, np.float32)}, [4.499897852], [10.69316988],
+        {"q": column(10), "k": column(1, 1), "v": column(3, 6), "scale": 1.0, "sinks": np.zeros(1, np.float32)},
+        [4.499897852],
+        [10.69316988],
     ),
     "natural logarithm": ({"q": column(1), "k": column(0, LN3), "v": column(1, 1), "scale": 1.0}, [1], [2 * LN2]),
     "a row without keys keeps its sink": (
         {"q": column(1, 1), "k": column(1), "v": column(7), "scale": 1.0, "q_start": -1, "sinks": np.full(1, 2, np.float32)},
-        [0, 7 * math.e / (math.e + math.exp(2))], [2, math.log(math.e + math.exp(2))],
+        [0, 7 * math.e / (math.e + math.exp(2))],
+        [2, math.log(math.e + math.exp(2))],
     ),
 }
 
@@ -133,7 +149,9 @@ def check_large_values(evaluate: Evaluate, dtype: str) -> None:
     """Equal large values come back as they are."""
     call = problems.attention(batch=1, heads=2, kv_heads=2, queries=6, keys=6, head_dim=4, dtype=dtype, causal=False)
     thousand = from_float32(np.full((1, 2, 6, 4), 1000, np.float32), dtype)
-    assert_close(evaluate(problems.edited(call, q=thousand, k=thousand, v=thousand))["out"], np.full((1, 2, 6, 4), 1000.0), dtype, tolerance=1e-6)
+    assert_close(
+        evaluate(problems.edited(call, q=thousand, k=thousand, v=thousand))["out"], np.full((1, 2, 6, 4), 1000.0), dtype, tolerance=1e-6
+    )
 
 
 def check_gemm_row(evaluate: Evaluate, rows: int, width: int) -> None:
@@ -217,7 +235,9 @@ def test_a_product_row_does_not_know_the_other_rows(backend: Runner, rows: int, 
     backend.run(check_gemm_row, rows, width)
 
 
-@pytest.mark.parametrize("fault", (faulty.returns_zeros, faulty.drops_the_sink, faulty.ignores_the_bias, faulty.aligns_causal_top_left), ids=control_id)
+@pytest.mark.parametrize(
+    "fault", (faulty.returns_zeros, faulty.drops_the_sink, faulty.ignores_the_bias, faulty.aligns_causal_top_left), ids=control_id
+)
 def test_the_oracle_catches(reference: Evaluate, fault: faulty.Fault) -> None:
     assert_bites(check_oracle, fault, reference, problems.attention(queries=3, keys=9, with_sinks=True, bias_shape=(1, 1, 3, 9)))
 

@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 import pytest
 from attn_spec import Call
-from attn_spec.testing.asserts import assert_bytes, assert_same, assert_zero
+from attn_spec.testing.asserts import assert_bytes, assert_zero
 from attn_spec.testing.runner import Evaluate, Runner
 
 from attn_shared_tests import faulty, problems
@@ -63,7 +63,9 @@ def check_batched_prompts(evaluate: Evaluate) -> None:
         arrays[part][1, :, 3:] *= 1000
     found = evaluate(problems.edited(call, prompt_mask=mask, **arrays))
     for item, length in enumerate((8, 3)):
-        short = {name: array[item : item + 1, :, :length] if name.endswith("_txt") else array[item : item + 1] for name, array in arrays.items()}
+        short = {
+            name: array[item : item + 1, :, :length] if name.endswith("_txt") else array[item : item + 1] for name, array in arrays.items()
+        }
         alone = evaluate(problems.edited(call, **short))
         assert_bytes(found["out_img"][item : item + 1], alone["out_img"], f"item {item}: image rows")
         assert_bytes(found["out_txt"][item : item + 1, :, :length], alone["out_txt"], f"item {item}: text rows")

@@ -18,7 +18,18 @@ from attn_shared_tests.test_forward import check_bytes
 POISON = (np.nan, np.inf, -np.inf, 1e30)
 SIZE = 9
 WINDOWS: tuple[tuple[int | None, int | None], ...] = (
-    (0, 0), (1, 0), (2, 0), (SIZE - 1, 0), (SIZE, 0), (SIZE + 1, 0), (None, 0), (0, None), (1, 1), (0, 2), (None, None), (3, SIZE),
+    (0, 0),
+    (1, 0),
+    (2, 0),
+    (SIZE - 1, 0),
+    (SIZE, 0),
+    (SIZE + 1, 0),
+    (None, 0),
+    (0, None),
+    (1, 1),
+    (0, 2),
+    (None, None),
+    (3, SIZE),
 )
 POSITIONS: dict[str, dict[str, Any]] = {
     "bottom right": {},

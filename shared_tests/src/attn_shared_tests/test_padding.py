@@ -35,7 +35,9 @@ def check_padding(evaluate: Evaluate, place: str, keywords: dict[str, Any], grad
     cotangents = {name: problems.poisoned(array, (slice(None), slice(None), pads), 0.0) for name, array in (wide.cotangents or {}).items()}
     alone = evaluate(problems.take(problems.take(wide, "S", kept), "T", kept))
     found = evaluate(problems.edited(wide, cotangents=cotangents or None, key_padding_mask=mask, **arrays))
-    assert_same(problems.part(found, "S", kept, ("out", "lse", "dq")), alone, f"{place} padding", [n for n in ("out", "lse", "dq") if n in alone])
+    assert_same(
+        problems.part(found, "S", kept, ("out", "lse", "dq")), alone, f"{place} padding", [n for n in ("out", "lse", "dq") if n in alone]
+    )
     for name in ("dk", "dv") if gradient else ():
         assert_bytes(found[name][:, :, kept], alone[name], f"{place} padding: {name}")
         assert_zero(found[name][:, :, pads], f"{place} padding: {name} of pads")
@@ -62,7 +64,10 @@ def check_ragged(evaluate: Evaluate) -> None:
     lengths = (28, 25, 3)
     longest = max(lengths)
     tokens = problems.attention(batch=3, heads=4, kv_heads=2, queries=longest, keys=longest, dtype="bfloat16", wrt=QKV)
-    alone = [evaluate(problems.take(problems.take(problems.take(tokens, "B", [b]), "S", slice(0, n)), "T", slice(0, n))) for b, n in enumerate(lengths)]
+    alone = [
+        evaluate(problems.take(problems.take(problems.take(tokens, "B", [b]), "S", slice(0, n)), "T", slice(0, n)))
+        for b, n in enumerate(lengths)
+    ]
     for side in ("right", "left"):
         call, mask = tokens, problems.mask_of(lengths, longest)
         if side == "left":
@@ -78,7 +83,9 @@ def check_ragged(evaluate: Evaluate) -> None:
             assert_same({name: array[:, :, rows] for name, array in one.items()}, alone[item], f"{side} padding, item {item}")
     packed = problems.varlen(lengths, heads=4, kv_heads=2, dtype="bfloat16", wrt=QKV)
     arrays = {name: np.concatenate([tokens.arrays[name][b, :, :n] for b, n in enumerate(lengths)], axis=1).swapaxes(0, 1) for name in QKV}
-    outs = {name: np.concatenate([array[b, :, :n] for b, n in enumerate(lengths)], axis=1) for name, array in (tokens.cotangents or {}).items()}
+    outs = {
+        name: np.concatenate([array[b, :, :n] for b, n in enumerate(lengths)], axis=1) for name, array in (tokens.cotangents or {}).items()
+    }
     found = evaluate(problems.edited(packed, cotangents={"out": outs["out"].swapaxes(0, 1), "lse": outs["lse"]}, **arrays))
     bounds = np.cumsum((0, *lengths))
     for item, (begin, end) in enumerate(zip(bounds, bounds[1:], strict=False)):
@@ -89,6 +96,7 @@ def check_ragged(evaluate: Evaluate) -> None:
 
 def _rolled(call: Any, shifts: list[int]) -> Any:
     """Each item's tokens moved right by its shift."""
+
     def roll(array: np.ndarray) -> np.ndarray:
         return np.stack([np.roll(array[item], shift, axis=1) for item, shift in enumerate(shifts)])
 

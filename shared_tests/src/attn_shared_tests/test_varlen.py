@@ -48,7 +48,10 @@ def check_trailing(evaluate: Evaluate) -> None:
     call = problems.varlen((2, 3), head_dim=16, dtype="bfloat16", trailing=2, wrt=QKV)
     arrays = {name: problems.poisoned(call.arrays[name], slice(5, None), np.nan) for name in QKV}
     cotangents = call.cotangents or {}
-    poisoned = {"out": problems.poisoned(cotangents["out"], slice(5, None), np.nan), "lse": problems.poisoned(cotangents["lse"], (slice(None), slice(5, None)), np.nan)}
+    poisoned = {
+        "out": problems.poisoned(cotangents["out"], slice(5, None), np.nan),
+        "lse": problems.poisoned(cotangents["lse"], (slice(None), slice(5, None)), np.nan),
+    }
     found = evaluate(problems.edited(call, cotangents=poisoned, **arrays))
     for name in ("out", "dq", "dk", "dv"):
         assert_zero(found[name][5:], f"{name} past the end")

@@ -73,7 +73,7 @@ def _state(device: int) -> str | None:
     return None
 
 
-@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
+@torch.compiler.assume_constant_result
 def unavailable(device: str) -> str | None:
     """Why the kernels cannot run on ``device`` here, or None. Each GPU is probed once."""
     module = extension()

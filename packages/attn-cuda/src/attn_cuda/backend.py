@@ -5,8 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Any, ClassVar
 
-from attn_spec import Capabilities
-from attn_spec._capabilities import OperatorSupport
+from attn_spec import Capabilities, OperatorSupport
 from attn_spec.torch import Operators, TorchBackend
 
 from attn_cuda._extension import extension, unavailable

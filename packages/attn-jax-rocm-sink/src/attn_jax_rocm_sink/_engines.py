@@ -6,8 +6,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 import jax
-from attn_spec import Capabilities
-from attn_spec._capabilities import OperatorSupport
+from attn_spec import Capabilities, OperatorSupport
 
 from attn_jax_rocm_sink import _ffi
 

@@ -55,7 +55,7 @@ def load() -> Library:
     )
     if built.reason is None:
         for target in (FORWARD, BACKWARD):
-            capsule = jax.ffi.pycapsule(getattr(library, target))  # type: ignore[no-untyped-call]
+            capsule = jax.ffi.pycapsule(getattr(library, target))
             jax.ffi.register_ffi_target(target, capsule, platform="cpu")
     return built
 

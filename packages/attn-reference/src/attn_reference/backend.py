@@ -9,8 +9,7 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 import torch
-from attn_spec import Capabilities
-from attn_spec._capabilities import OperatorSupport
+from attn_spec import Capabilities, OperatorSupport
 from attn_spec.torch import TorchBackend
 
 from attn_reference import _host_kernels

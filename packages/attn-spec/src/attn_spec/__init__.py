@@ -10,9 +10,9 @@ from attn_spec._arrays import bfloat16 as bfloat16
 from attn_spec._backend import Backend as Backend
 from attn_spec._backend import Call as Call
 from attn_spec._capabilities import Capabilities as Capabilities
+from attn_spec._capabilities import OperatorSupport as OperatorSupport
 from attn_spec._contract import Contract as Contract
 from attn_spec._dispatch import get_op as get_op
-from attn_spec._errors import UnknownName as UnknownName
 from attn_spec._errors import UnsupportedProblem as UnsupportedProblem
 from attn_spec._problem import Problem as Problem
 from attn_spec._registry import backends as backends
@@ -24,8 +24,3 @@ __version__ = "0.1.0"
 def include_dir() -> Path:
     """Directory of the C++17 headers (``#include "attn/ordered.h"``)."""
     return Path(__file__).parent / "include"
-
-
-def cmake_dir() -> Path:
-    """Directory of the CMake modules (``include(AttnHostKernels)`` gives ``attn_add_host_kernels``)."""
-    return Path(__file__).parent / "cmake"

@@ -149,10 +149,10 @@ def _check_options(op: str, options: Mapping[str, Any]) -> None:
         if any(side is not None and not 0 <= side <= _INT32_MAX for side in window):
             raise ValueError(f"{op}: window sides count keys besides the diagonal one and must be 0 or more; got {window!r}")
     dropout_p = options.get("dropout_p", 0.0)
-    if not (isinstance(dropout_p, numbers.Real) and 0.0 <= dropout_p <= 1.0):
+    if not (isinstance(dropout_p, numbers.Real) and 0.0 <= float(dropout_p) <= 1.0):
         raise ValueError(f"{op}: dropout_p must lie in [0, 1]; got {dropout_p!r}")
     seed = options.get("dropout_seed")
-    if _is_integer(seed) and not 0 <= seed < 2**64:
+    if seed is not None and _is_integer(seed) and not 0 <= seed < 2**64:
         raise ValueError(f"{op}: dropout_seed must lie in [0, 2**64); got {seed}")
     for name in ("q_start", "k_start"):
         start = options.get(name)

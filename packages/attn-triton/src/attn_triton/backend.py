@@ -11,8 +11,7 @@ from typing import Any, ClassVar, cast
 import numpy
 import torch
 import triton
-from attn_spec import Capabilities
-from attn_spec._capabilities import OperatorSupport
+from attn_spec import Capabilities, OperatorSupport
 from attn_spec.torch import Kernels, Operators, TorchBackend
 
 from attn_triton import _launch
@@ -40,9 +39,8 @@ class TritonBackend(TorchBackend):
 
     def unavailable(self, device: str, engine: str | None = None) -> str | None:
         self.engine(engine)
-        if device == "cpu":
-            return _no_interpreter()
-        return _no_gpu(device)
+        reason: str | None = _state(device)
+        return reason
 
     def runs_layers(self, device: str, engine: str | None = None) -> bool:
         return device != "cpu"
@@ -63,6 +61,12 @@ class TritonBackend(TorchBackend):
             digest.update(source.name.encode() + b"\0" + source.read_bytes() + b"\0")
         digest.update("\0".join((triton.__version__, _target(device), repr(_launch.CONFIGS.get(device)))).encode())
         return f"sha256:{digest.hexdigest()}"
+
+
+@torch.compiler.assume_constant_result
+def _state(device: str) -> str | None:
+    """Why the kernels cannot run on ``device``; a constant of the process, so that compiled graphs do not trace into the driver."""
+    return _no_interpreter() if device == "cpu" else _no_gpu(device)
 
 
 def _no_interpreter() -> str | None:

@@ -1,7 +1,7 @@
-# attn_add_host_kernels(<target>): the host kernels of ordered-v1 (attn/host/*.h) as a static library.
+# The host kernels of ordered-v1 (attn/host/*.h) as a static library.
 #
-# One text is compiled once for each instruction set; the dispatcher chooses at run time. Contraction is off everywhere: an FMA is only where the
-# contract has one. The fingerprint covers the sources, the flags and the compiler.
+# One text is compiled once for each instruction set; the dispatcher chooses at run time. Contraction is off: an FMA is only where
+# the contract has one. The fingerprint covers the sources, the flags and the compiler.
 
 set(_ATTN_HOST_CMAKE_DIR "${CMAKE_CURRENT_LIST_DIR}")
 get_filename_component(ATTN_INCLUDE_DIR "${CMAKE_CURRENT_LIST_DIR}/../include" ABSOLUTE)
@@ -14,7 +14,7 @@ macro(_attn_host_variants)
     set(ATTN_HOST_VARIANTS baseline avx2 avx512)
     set(ATTN_HOST_baseline_FLAGS -march=x86-64 -mtune=generic)
     set(ATTN_HOST_avx2_FLAGS -march=x86-64 -mtune=generic -mavx2 -mfma)
-    set(ATTN_HOST_avx512_FLAGS -march=x86-64 -mtune=generic -mavx2 -mfma -mavx512f -mavx512bw -mavx512dq -mavx512vl -mprefer-vector-width=512)
+    set(ATTN_HOST_avx512_FLAGS ${ATTN_HOST_avx2_FLAGS} -mavx512f -mavx512bw -mavx512dq -mavx512vl -mprefer-vector-width=512)
   elseif(CMAKE_SYSTEM_PROCESSOR MATCHES "^(aarch64|arm64|ARM64)$")
     set(ATTN_HOST_VARIANTS neon)
     set(ATTN_HOST_neon_FLAGS "")

@@ -6,7 +6,8 @@
 namespace attn::host::ATTN_HOST_VARIANT {
 
 const Kernels kernels = {
-    attention_forward, attention_backward, bias_gradient, softmax_forward, softmax_backward, product_over_width, product_over_keys, product_over_queries,
+    attention_forward, attention_backward, bias_gradient,     softmax_forward,
+    softmax_backward,  product_over_width, product_over_keys, product_over_queries,
 };
 
 }  // namespace attn::host::ATTN_HOST_VARIANT

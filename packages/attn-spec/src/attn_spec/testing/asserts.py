@@ -33,7 +33,7 @@ def assert_same(
 
 
 def assert_close(candidate: np.ndarray, expected: np.ndarray, what: str, *, tolerance: float) -> None:
-    """Each element within ``tolerance`` of ``expected`` (float64), relative to its largest finite magnitude; NaN and infinities agree in place."""
+    """Each element within ``tolerance`` of ``expected`` (float64), relative to its largest magnitude; NaN and infinities agree in place."""
     got = to_float32(candidate).astype(np.float64)
     expected = np.asarray(expected, dtype=np.float64)
     if got.shape != expected.shape:

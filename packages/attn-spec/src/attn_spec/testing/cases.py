@@ -29,7 +29,8 @@ def draw(seed: tuple[int, ...], rows: int, columns: int) -> np.ndarray:
     """
     raw = np.random.PCG64(np.random.SeedSequence(seed)).random_raw(rows * columns + columns + rows)
     body = raw[: rows * columns]
-    total = sum((body >> np.uint64(16 * part)) & np.uint64(0xFFFF) for part in range(4)).astype(np.int64)
+    words = np.stack([(body >> np.uint64(16 * part)) & np.uint64(0xFFFF) for part in range(4)])
+    total = words.astype(np.int64).sum(axis=0)
     values = ((total - 131070) / 37837.0).reshape(rows, columns)
     gain = np.ones(columns)
     gain[np.argsort(raw[rows * columns : rows * columns + columns], kind="stable")[: min(3, columns - 1)]] = 6.0
@@ -146,7 +147,7 @@ class Case:
             arrays.update(cu_seqlens_q=offsets, cu_seqlens_k=offsets)
         elif self.lengths:
             arrays["kv_lengths"] = np.array(self.lengths, dtype=np.int32)
-        wrt = ("q", "k", "v")
+        wrt: tuple[str, ...] = ("q", "k", "v")
         if self.sinks:
             arrays["sinks"] = self.sink_logits(list(range(self.heads)))
             wrt = (*wrt, "sinks")

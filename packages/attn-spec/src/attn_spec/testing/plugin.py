@@ -73,13 +73,19 @@ def pytest_report_header(config: pytest.Config) -> list[str]:
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
-    if "backend" not in metafunc.fixturenames:
+    if not _ours(metafunc):
         return
     targets = _targets(metafunc.config)
     parameters: list[object] = [pytest.param(name, id=name) for name in targets.runners]
     for name in sorted(targets.asked):
         parameters.append(pytest.param(name, id=name, marks=pytest.mark.skip(reason=f"{name}: {targets.absent[name]}")))
     metafunc.parametrize("backend", parameters, indirect=True, scope="session")
+
+
+def _ours(metafunc: pytest.Metafunc) -> bool:
+    """Whether ``backend`` in this test is the fixture below, and not one that a suite of other things defines for itself."""
+    found = metafunc._arg2fixturedefs.get("backend")
+    return found is not None and found[-1].func.__module__ == __name__
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:

@@ -41,8 +41,8 @@ class Tally:
 class Runner:
     """One engine of one backend on one device.
 
-    ``evaluate`` runs a call. A problem that the capabilities accept must run; one that they refuse must raise UnsupportedProblem with exactly
-    their reasons, and then ends the check as ``Refused``. ``run`` calls a check and counts such an end.
+    ``evaluate`` runs a call. A problem that the capabilities accept must run; one that they refuse must raise UnsupportedProblem with
+    exactly their reasons, and then ends the check as ``Refused``. ``run`` calls a check and counts such an end.
     """
 
     backend: Backend

@@ -32,8 +32,8 @@ def register_profiles(chosen: str | None = None) -> None:
 
 
 def values(rng: np.random.Generator, shape: tuple[int, ...], dtype: str, kind: str) -> np.ndarray:
-    """Data of one kind: "normal"; "ties", few mantissa bits, so that sums meet rounding ties; "skewed", one strong channel and row norms over
-    four decades; "special", normal with a few of ``SPECIAL``."""
+    """Data of one kind: "normal"; "ties", few mantissa bits, so that sums meet rounding ties; "skewed", one strong channel and row
+    norms over four decades; "special", normal with a few of ``SPECIAL``."""
     data = rng.standard_normal(shape, dtype=np.float32)
     if kind == "ties":
         data = np.ldexp(rng.integers(-8, 9, shape).astype(np.float32), rng.integers(-12, 3, shape))
@@ -64,7 +64,9 @@ def attention_calls(draw: st.DrawFn, *, gradient: bool = True, most_keys: int = 
         "v": values(rng, (batch, kv_heads, keys, value_dim), dtype, kind),
     }
     options: dict[str, Any] = {"causal": draw(st.booleans()), "return_lse": True}
-    used = draw(st.sets(st.sampled_from(("mask", "lengths", "q_start", "k_start", "window", "sinks", "bias", "scale", "dropout")), max_size=4))
+    used = draw(
+        st.sets(st.sampled_from(("mask", "lengths", "q_start", "k_start", "window", "sinks", "bias", "scale", "dropout")), max_size=4)
+    )
     if "mask" in used:
         arrays["key_padding_mask"] = rng.random((batch, keys)) < 0.7
     if "lengths" in used:
@@ -88,7 +90,9 @@ def attention_calls(draw: st.DrawFn, *, gradient: bool = True, most_keys: int = 
         options |= {"dropout_p": draw(st.sampled_from((0.1, 0.48, 1.0))), "dropout_seed": draw(st.integers(0, 2**64 - 1))}
     wrt = tuple(name for name in ("q", "k", "v", "sinks", "bias") if name in arrays) if gradient else ()
     shape = (batch, heads, queries)
-    cotangents = {"out": values(rng, (*shape, value_dim), dtype, "normal"), "lse": values(rng, shape, "float32", "normal")} if gradient else None
+    cotangents = (
+        {"out": values(rng, (*shape, value_dim), dtype, "normal"), "lse": values(rng, shape, "float32", "normal")} if gradient else None
+    )
     return Call("attention", arrays, options, cotangents, wrt)
 
 
@@ -114,7 +118,9 @@ def varlen_calls(draw: st.DrawFn, *, gradient: bool = True) -> Call:
     options = {"causal": draw(st.booleans()), "return_lse": True, "window": draw(st.sampled_from((None, (2, 0), (1, 1))))}
     wrt = tuple(name for name in ("q", "k", "v", "sinks") if name in arrays) if gradient else ()
     rows = totals["q"], heads, head_dim
-    cotangents = {"out": values(rng, rows, dtype, "normal"), "lse": values(rng, (heads, totals["q"]), "float32", "normal")} if gradient else None
+    cotangents = (
+        {"out": values(rng, rows, dtype, "normal"), "lse": values(rng, (heads, totals["q"]), "float32", "normal")} if gradient else None
+    )
     return Call("attention_varlen", arrays, options, cotangents, wrt)
 
 
@@ -141,7 +147,10 @@ def gemm_calls(draw: st.DrawFn, *, gradient: bool = True) -> Call:
     (heads, kv_heads), batch = draw(st.sampled_from(RATIOS)), draw(st.integers(1, 2))
     queries, keys, width = draw(st.sampled_from((1, 3, 8))), draw(st.sampled_from((1, 5, 33))), draw(st.sampled_from(HEAD_DIMS))
     if draw(st.booleans()):
-        arrays = {"q": values(rng, (batch, heads, queries, width), dtype, kind), "k": values(rng, (batch, kv_heads, keys, width), dtype, kind)}
+        arrays = {
+            "q": values(rng, (batch, heads, queries, width), dtype, kind),
+            "k": values(rng, (batch, kv_heads, keys, width), dtype, kind),
+        }
         options = {"out_dtype": draw(st.sampled_from(("float32", dtype))), "scale": draw(st.sampled_from((None, 0.3)))}
         op, out, out_dtype = "joint_attn_qk_gemm", "scores", str(options["out_dtype"])
     else:

@@ -278,7 +278,7 @@ class Operators:
         self._check("attention_varlen", {**arrays, "sinks": sinks}, {**options, "return_lse": return_lse}, contract, q, k, v, sinks)
         check_offsets("cu_seqlens_q", cu_seqlens_q, q.shape[0], seqlens_q)
         check_offsets("cu_seqlens_k", cu_seqlens_k, k.shape[0], seqlens_k)
-        integers = {name: int64(arrays[name]) for name in ("cu_seqlens_q", "cu_seqlens_k", "seqlens_q", "seqlens_k")}
+        integers: dict[str, Any] = {name: int64(arrays[name]) for name in ("cu_seqlens_q", "cu_seqlens_k", "seqlens_q", "seqlens_k")}
         out, lse = self._run(q, k, v, sinks=sinks, **integers, **options)
         return (out, lse) if return_lse else out
 

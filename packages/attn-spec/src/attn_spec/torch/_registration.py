@@ -185,7 +185,7 @@ def _attention(kernels: Kernels) -> tuple[Callable[..., Any], ...]:
         inputs = _inputs(arguments[: len(_NAMES)])
         tensors = (inputs.q, inputs.k, inputs.v, inputs.sinks, inputs.bias)
         return tuple(
-            tensor.new_empty(tensor.shape) if need else _empty(inputs.q)
+            tensor.new_empty(tensor.shape) if need and tensor is not None else _empty(inputs.q)
             for tensor, need in zip(tensors, arguments[len(_NAMES) :], strict=True)
         )
 

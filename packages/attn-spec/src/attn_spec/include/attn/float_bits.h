@@ -79,7 +79,8 @@ ATTN_HD float16 from_float<float16>(float value) {
   const uint32_t bits = float_to_bits(value);
   const uint32_t sign = (bits >> 16) & 0x8000u;
   const uint32_t magnitude = bits & 0x7FFFFFFFu;
-  // Selects instead of branches, so that loops vectorise. One unit of a subnormal binary16 is one ulp of a sum with 0.5, which the addition rounds.
+  // Selects instead of branches, so that loops vectorise. One unit of a subnormal binary16 is one ulp of a sum with 0.5, which the addition
+  // rounds.
   const uint32_t rebased = magnitude - 0x38000000u;
   const uint32_t normal = (rebased + 0x0FFFu + ((rebased >> 13) & 1u)) >> 13;
   const uint32_t subnormal = float_to_bits(bits_to_float(magnitude) + 0.5f) - 0x3F000000u;

@@ -73,7 +73,7 @@ ATTN_HD float exp_nonpositive(float x) {
   const float argument = (underflows || is_nan(x)) ? 0.0f : x;
   const float n = floor(add(mul(argument, log2e), 0.5f));
   const float r = sub(sub(argument, mul(n, ln2_high)), mul(n, ln2_low));
-  float p = bits_to_float(0x39500D01u);           // 1/5040
+  float p = bits_to_float(0x39500D01u);            // 1/5040
   p = add(mul(p, r), bits_to_float(0x3AB60B61u));  // 1/720
   p = add(mul(p, r), bits_to_float(0x3C088889u));  // 1/120
   p = add(mul(p, r), bits_to_float(0x3D2AAAABu));  // 1/24

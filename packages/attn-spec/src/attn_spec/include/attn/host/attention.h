@@ -1,5 +1,6 @@
-// Interface of the host (CPU) attention kernels of ordered-v1. Plain structs and pointers: Python bindings and XLA handlers call the same functions.
-// Memory: inputs, outputs and O(S + T) scratch a thread. Every thread works in the default floating-point environment and restores its own.
+// Interface of the host (CPU) attention kernels of ordered-v1. Plain structs and pointers: Python bindings and XLA handlers call the same
+// functions. Memory: inputs, outputs and O(S + T) scratch a thread. Every thread works in the default floating-point environment and
+// restores its own.
 #pragma once
 
 #include "attn/host/arrays.h"
@@ -11,11 +12,11 @@ struct AttentionProblem {
   int64_t batch, heads, kv_heads, queries, keys, head_dim, value_dim;
   DType dtype;  // of q, k, v and of dq, dk, dv
   Input q, k, v;
-  const uint8_t* query_mask;  // [B, S]; a dropped query sees no key
-  const uint8_t* key_mask;    // [B, T]; dropped keys are compacted away
-  const int64_t* kv_lengths;  // [B]
-  const int64_t* q_start;     // [B]
-  const int64_t* k_start;     // [B]
+  const uint8_t* query_mask;    // [B, S]; a dropped query sees no key
+  const uint8_t* key_mask;      // [B, T]; dropped keys are compacted away
+  const int64_t* kv_lengths;    // [B]
+  const int64_t* q_start;       // [B]
+  const int64_t* k_start;       // [B]
   const int64_t* cu_seqlens_q;  // [batch + 1]: packed input; queries and keys are then packed totals
   const int64_t* cu_seqlens_k;
   const int64_t* seqlens_q;  // [batch]: used lengths of packed segments
@@ -39,8 +40,8 @@ struct AttentionForward {
   float* row_sum;
 };
 
-// Gradients are written for every non-null pointer. dout has dout_dtype; dlse may be null. dq, dk, dv are contiguous in the layout of q, k, v
-// (dense [B, H, S, D], packed [total, H, D]); dsinks [H]; dbias contiguous over its own (broadcast) shape dbias_shape.
+// Gradients are written for every non-null pointer. dout has dout_dtype; dlse may be null. dq, dk, dv are contiguous in the layout of q, k,
+// v (dense [B, H, S, D], packed [total, H, D]); dsinks [H]; dbias contiguous over its own (broadcast) shape dbias_shape.
 struct AttentionBackward {
   Input dout;
   DType dout_dtype;
@@ -58,8 +59,10 @@ struct AttentionBackward {
 // Null when the problem can run, else a static message (for example offsets that decrease or leave the packed array).
 const char* check_attention(const AttentionProblem& problem);
 
-// The bits depend neither on `threads` nor on `variant`. The problem must pass check_attention. Throws std::bad_alloc; results are then undefined.
+// The bits depend neither on `threads` nor on `variant`. The problem must pass check_attention. Throws std::bad_alloc; results are then
+// undefined.
 void attention_forward(const AttentionProblem& problem, const AttentionForward& results, int threads, Variant variant = Variant::automatic);
-void attention_backward(const AttentionProblem& problem, const AttentionBackward& gradients, int threads, Variant variant = Variant::automatic);
+void attention_backward(const AttentionProblem& problem, const AttentionBackward& gradients, int threads,
+                        Variant variant = Variant::automatic);
 
 }  // namespace attn::host

@@ -1,5 +1,5 @@
-// Backward: P is computed again from (row max, row sum). One sweep over row blocks can give dq, dk and dv at once, since the chains of dk and dv
-// ascend over the same rows; split by rows and by keys it gives the same bits in parallel.
+// Backward: P is computed again from (row max, row sum). One sweep over row blocks can give dq, dk and dv at once, since the chains of dk
+// and dv ascend over the same rows; split by rows and by keys it gives the same bits in parallel.
 #pragma once
 
 #include "attn/host/attention_forward_kernel.h"
@@ -10,7 +10,8 @@ namespace {
 ATTN_HD Slots overlap(Slots a, Slots b) { return Slots{larger(a.begin, b.begin), smaller(a.end, b.end)}; }
 
 // delta of one row and its dsink, from P and dP of every tile that it sees.
-inline float row_delta(const AttentionCall& call, const Geometry& geometry, int64_t row, Slots visible, int64_t base, const float* p, const float* dp) {
+inline float row_delta(const AttentionCall& call, const Geometry& geometry, int64_t row, Slots visible, int64_t base, const float* p,
+                       const float* dp) {
   const int64_t index = geometry.row_index(row);
   float delta = 0.0f;  // a tile without an unmasked slot adds +0
   if (!visible.empty())
@@ -27,8 +28,8 @@ inline float row_delta(const AttentionCall& call, const Geometry& geometry, int6
 }
 
 // One row of a block: chains of scores become factors of dO, chains of dP become dS. `limit` bounds the slots that are computed.
-inline void backward_row(
-    const AttentionCall& call, const Geometry& geometry, int64_t row, Slots limit, Slots seen, bool find_delta, bool* kept, float* p, float* dp) {
+inline void backward_row(const AttentionCall& call, const Geometry& geometry, int64_t row, Slots limit, Slots seen, bool find_delta,
+                         bool* kept, float* p, float* dp) {
   const Slots visible = overlap(geometry.visible(row), limit);
   const int64_t base = seen.first_tile(), index = geometry.row_index(row);
   const RowState state{call.backward.row_max[index], call.backward.row_sum[index]};
@@ -62,8 +63,8 @@ struct BlockOperands {
 };
 
 // Factors of dO (scratch.scores) and dS (scratch.products) of rows [begin, end) over the slots of `limit` that one of them sees.
-inline BlockOperands backward_block(
-    const AttentionCall& call, const Geometry& geometry, int64_t begin, int64_t end, Slots limit, bool find_delta, const BlockScratch& scratch) {
+inline BlockOperands backward_block(const AttentionCall& call, const Geometry& geometry, int64_t begin, int64_t end, Slots limit,
+                                    bool find_delta, const BlockScratch& scratch) {
   const AttentionProblem& problem = call.problem;
   BlockOperands operands{};
   operands.seen = overlap(union_of(geometry, begin, end), limit);
@@ -72,8 +73,7 @@ inline BlockOperands backward_block(
   if (seen.empty() && !find_delta) return operands;
   const int64_t first_tile = seen.first_tile(), tiles = seen.last_tile() - first_tile, width = score_row(tiles), rows = end - begin;
   operands.q_finite = read_queries(geometry, problem.q, problem.dtype, begin, end, problem.head_dim, scratch.q);
-  operands.dout_finite =
-      read_queries(geometry, call.backward.dout, call.backward.dout_dtype, begin, end, problem.value_dim, scratch.dout);
+  operands.dout_finite = read_queries(geometry, call.backward.dout, call.backward.dout_dtype, begin, end, problem.value_dim, scratch.dout);
   for (int64_t tile = 0; tile < tiles; ++tile) {
     tile_chains(geometry, problem.k, problem.head_dim, first_tile + tile, seen, rows, scratch.q, scratch.tile, scratch.k_panels,
                 scratch.scores + tile * kTile, width);
@@ -81,12 +81,13 @@ inline BlockOperands backward_block(
                 scratch.products + tile * kTile, width);
   }
   for (int64_t r = 0; r < rows; ++r)
-    backward_row(call, geometry, begin + r, limit, seen, find_delta, scratch.kept, scratch.scores + r * width, scratch.products + r * width);
+    backward_row(call, geometry, begin + r, limit, seen, find_delta, scratch.kept, scratch.scores + r * width,
+                 scratch.products + r * width);
   return operands;
 }
 
-inline void query_gradients(
-    const AttentionCall& call, const Geometry& geometry, const RowBlock& block, Slots seen, const BlockScratch& scratch) {
+inline void query_gradients(const AttentionCall& call, const Geometry& geometry, const RowBlock& block, Slots seen,
+                            const BlockScratch& scratch) {
   const AttentionProblem& problem = call.problem;
   const int64_t rows = block.end - block.begin, row = padded(problem.head_dim);
   const int64_t width = score_row(seen.last_tile() - seen.first_tile());
@@ -100,17 +101,17 @@ inline void query_gradients(
              Terms::unmasked);
   }
   const bool packed = problem.cu_seqlens_q != nullptr;
-  const Strides strides = packed ? Strides{0, problem.head_dim, problem.heads * problem.head_dim, 1}
-                                 : Strides{problem.heads * problem.queries * problem.head_dim, problem.queries * problem.head_dim, problem.head_dim, 1};
+  const Strides strides =
+      packed ? Strides{0, problem.head_dim, problem.heads * problem.head_dim, 1}
+             : Strides{problem.heads * problem.queries * problem.head_dim, problem.queries * problem.head_dim, problem.head_dim, 1};
   for (int64_t r = 0; r < rows; ++r)
     write(scratch.sums + r * row, problem.scale, problem.head_dim, call.backward.dq, problem.dtype,
           geometry.row_offset(strides, block.begin + r), 1);
 }
 
 // Appends the terms of one block of rows to the chains of dk and dv.
-inline void append_key_terms(
-    const AttentionCall& call, const Geometry& geometry, const RowBlock& block, const BlockOperands& operands, int64_t first_tile,
-    const BlockScratch& scratch) {
+inline void append_key_terms(const AttentionCall& call, const Geometry& geometry, const RowBlock& block, const BlockOperands& operands,
+                             int64_t first_tile, const BlockScratch& scratch) {
   const AttentionProblem& problem = call.problem;
   const int64_t rows = block.end - block.begin, d = padded(problem.head_dim), v = padded(problem.value_dim);
   const Slots seen = operands.seen;
@@ -135,8 +136,8 @@ inline void append_key_terms(
   }
 }
 
-inline void store_key_gradients(
-    const Geometry& geometry, int64_t first_tile, int64_t last_tile, const float* sums, int64_t columns, float scale, void* data) {
+inline void store_key_gradients(const Geometry& geometry, int64_t first_tile, int64_t last_tile, const float* sums, int64_t columns,
+                                float scale, void* data) {
   if (data == nullptr) return;
   const AttentionProblem& problem = geometry.problem;
   const bool packed = problem.cu_seqlens_k != nullptr;

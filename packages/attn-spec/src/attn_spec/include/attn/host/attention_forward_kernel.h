@@ -7,9 +7,8 @@ namespace attn::host::ATTN_HOST_VARIANT {
 namespace {
 
 // Chains of q and k (or dout and v) for one tile: c[row][slot] for the rows of a block.
-inline void tile_chains(
-    const Geometry& geometry, const Input& keys, int64_t columns, int64_t tile, Slots seen, int64_t rows, const float* left, float* rows_of_keys,
-    float* panels_data, float* c, int64_t c_row) {
+inline void tile_chains(const Geometry& geometry, const Input& keys, int64_t columns, int64_t tile, Slots seen, int64_t rows,
+                        const float* left, float* rows_of_keys, float* panels_data, float* c, int64_t c_row) {
   const bool finite = read_keys(geometry, keys, columns, tile, seen, rows_of_keys);
   Panels panels;
   pack_transposed(rows_of_keys, padded(columns), columns, finite, panels_data, panels);

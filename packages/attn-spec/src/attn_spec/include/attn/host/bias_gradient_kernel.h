@@ -7,15 +7,15 @@ namespace attn::host::ATTN_HOST_VARIANT {
 namespace {
 
 // dS of rows [begin, end) of one head over stored keys [first_key, last_key) onto dbias.
-inline void add_rows(
-    const AttentionCall& call, const Geometry& geometry, int64_t begin, int64_t end, int64_t first_key, int64_t last_key,
-    const BlockScratch& scratch) {
+inline void add_rows(const AttentionCall& call, const Geometry& geometry, int64_t begin, int64_t end, int64_t first_key, int64_t last_key,
+                     const BlockScratch& scratch) {
   const int64_t* shape = call.backward.dbias_shape;
   const Slots limit{geometry.logical_at(first_key) + geometry.shift, geometry.logical_at(last_key) + geometry.shift};
   const Slots seen = backward_block(call, geometry, begin, end, limit, false, scratch).seen;
   const int64_t base = seen.first_tile() * kTile, width = score_row(seen.last_tile() - seen.first_tile());
   for (int64_t row = begin; row < end; ++row) {
-    const int64_t b = shape[0] == 1 ? 0 : geometry.batch, h = shape[1] == 1 ? 0 : geometry.head(row), i = shape[2] == 1 ? 0 : geometry.query(row);
+    const int64_t b = shape[0] == 1 ? 0 : geometry.batch, h = shape[1] == 1 ? 0 : geometry.head(row),
+                  i = shape[2] == 1 ? 0 : geometry.query(row);
     float* to = call.backward.dbias + ((b * shape[1] + h) * shape[2] + i) * shape[3];
     const float* ds = scratch.products + (row - begin) * width - base;
     const Slots visible = overlap(geometry.visible(row), seen);

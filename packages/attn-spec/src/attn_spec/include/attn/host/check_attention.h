@@ -11,7 +11,8 @@ inline const char* check_segments(const int64_t* offsets, const int64_t* used, i
   if (offsets[0] < 0 || offsets[segments] > total) return "packed offsets must lie within the packed array";
   for (int64_t b = 0; b < segments; ++b) {
     if (offsets[b + 1] < offsets[b]) return "packed offsets must not decrease";
-    if (used != nullptr && (used[b] < 0 || used[b] > offsets[b + 1] - offsets[b])) return "used lengths must lie between 0 and the segment sizes";
+    if (used != nullptr && (used[b] < 0 || used[b] > offsets[b + 1] - offsets[b]))
+      return "used lengths must lie between 0 and the segment sizes";
   }
   return nullptr;
 }

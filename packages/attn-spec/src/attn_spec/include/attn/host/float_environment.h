@@ -1,4 +1,5 @@
-// The floating-point control register of the calling thread: default while the object lives (nearest even, subnormals kept), then as before.
+// The floating-point control register of the calling thread: default while the object lives (nearest even, subnormals kept), then as
+// before.
 #pragma once
 
 #include <cstdint>

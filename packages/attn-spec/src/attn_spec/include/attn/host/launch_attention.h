@@ -7,8 +7,8 @@
 
 namespace attn::host {
 
-constexpr int64_t kMostRows = 96;            // rows of a block; a multiple of every variant's register block
-constexpr int64_t kScoreFloats = 1 << 20;    // floats of scores a thread, before rows become too few
+constexpr int64_t kMostRows = 96;          // rows of a block; a multiple of every variant's register block
+constexpr int64_t kScoreFloats = 1 << 20;  // floats of scores a thread, before rows become too few
 
 inline int64_t item_queries(const AttentionProblem& problem, int64_t b) {
   if (problem.cu_seqlens_q == nullptr) return problem.queries;
@@ -17,7 +17,8 @@ inline int64_t item_queries(const AttentionProblem& problem, int64_t b) {
 
 inline int64_t item_tiles(const AttentionProblem& problem, int64_t b) {
   int64_t keys = problem.keys, shift = 0;
-  if (problem.cu_seqlens_k != nullptr) keys = problem.seqlens_k ? problem.seqlens_k[b] : problem.cu_seqlens_k[b + 1] - problem.cu_seqlens_k[b];
+  if (problem.cu_seqlens_k != nullptr)
+    keys = problem.seqlens_k ? problem.seqlens_k[b] : problem.cu_seqlens_k[b + 1] - problem.cu_seqlens_k[b];
   if (problem.k_start != nullptr) shift = problem.k_start[b] % kTile;
   return (shift + keys + kTile - 1) / kTile;
 }
@@ -36,7 +37,8 @@ struct RowBlocks {
       if (queries == 0) continue;
       const int64_t heads_at_once = std::max<int64_t>(1, most_rows / queries);
       tiles = std::max(tiles, item_tiles(problem, b));
-      work += static_cast<double>(problem.heads * queries * item_tiles(problem, b) * kTile) * static_cast<double>(problem.head_dim + problem.value_dim);
+      work += static_cast<double>(problem.heads * queries * item_tiles(problem, b) * kTile) *
+              static_cast<double>(problem.head_dim + problem.value_dim);
       for (int64_t kv = 0; kv < problem.kv_heads; ++kv) {
         units.push_back(static_cast<int64_t>(blocks.size()));
         for (int64_t head = 0; head < group; head += heads_at_once) {
@@ -125,7 +127,8 @@ inline void sum_sinks(const AttentionProblem& problem, const float* dsink, float
   for (int64_t head = 0; head < problem.heads; ++head) {
     float total = 0.0f;
     for (int64_t b = 0; b < problem.batch; ++b) {
-      const int64_t first = problem.cu_seqlens_q ? head * problem.queries + problem.cu_seqlens_q[b] : (b * problem.heads + head) * problem.queries;
+      const int64_t first =
+          problem.cu_seqlens_q ? head * problem.queries + problem.cu_seqlens_q[b] : (b * problem.heads + head) * problem.queries;
       float sum = 0.0f;
       for (int64_t i = 0; i < item_queries(problem, b); ++i) sum = add(sum, dsink[first + i]);
       total = add(total, sum);
@@ -184,16 +187,14 @@ void attention_backward(const AttentionProblem& problem, const AttentionBackward
   clear_gradients(problem, gradients);
 
   const std::vector<BackwardPart> first = row_parts(blocks, fused, keys);
-  parallel_for(static_cast<int64_t>(first.size()), workers, block_scratch(call, true, fused), [&](int64_t item, float* scratch) {
-    kernels.attention_backward(call, first[static_cast<size_t>(item)], scratch);
-  });
+  parallel_for(static_cast<int64_t>(first.size()), workers, block_scratch(call, true, fused),
+               [&](int64_t item, float* scratch) { kernels.attention_backward(call, first[static_cast<size_t>(item)], scratch); });
   if (keys && !fused) {
     AttentionCall by_keys = call;
     by_keys.tile_limit = std::min<int64_t>(2, blocks.tiles);
     const std::vector<BackwardPart> second = key_parts(blocks, by_keys.tile_limit);
-    parallel_for(static_cast<int64_t>(second.size()), workers, block_scratch(by_keys, true, true), [&](int64_t item, float* scratch) {
-      kernels.attention_backward(by_keys, second[static_cast<size_t>(item)], scratch);
-    });
+    parallel_for(static_cast<int64_t>(second.size()), workers, block_scratch(by_keys, true, true),
+                 [&](int64_t item, float* scratch) { kernels.attention_backward(by_keys, second[static_cast<size_t>(item)], scratch); });
   }
   if (gradients.dsinks != nullptr) sum_sinks(problem, dsink.data(), gradients.dsinks);
   if (gradients.dbias != nullptr && problem.queries > 0)

@@ -6,8 +6,8 @@
 namespace attn::host {
 
 // `buffers` counts the rows of scratch that a thread needs.
-inline void run_softmax(
-    const SoftmaxProblem& problem, SoftmaxCall call, int64_t buffers, void (*kernel)(const SoftmaxCall&, int64_t, float*), int threads) {
+inline void run_softmax(const SoftmaxProblem& problem, SoftmaxCall call, int64_t buffers,
+                        void (*kernel)(const SoftmaxCall&, int64_t, float*), int threads) {
   const KeptKeyLists kept(problem.key_mask, problem.batch, problem.keys);
   call.problem = problem;
   call.kept = kept.view();
@@ -53,7 +53,8 @@ inline void run_product_rows(const Product& product, void (*kernel)(const Produc
   parallel_for(product.batch * product.kv_heads * blocks, threads_for(product_work(product), threads), product_scratch(call),
                [&](int64_t item, float* scratch) {
                  const int64_t begin = item % blocks * kProductRows, unit = item / blocks;
-                 kernel(call, RowBlock{unit / product.kv_heads, unit % product.kv_heads, begin, std::min(begin + kProductRows, rows)}, scratch);
+                 kernel(call, RowBlock{unit / product.kv_heads, unit % product.kv_heads, begin, std::min(begin + kProductRows, rows)},
+                        scratch);
                });
 }
 

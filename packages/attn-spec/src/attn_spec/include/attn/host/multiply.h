@@ -1,5 +1,5 @@
-// Products of FMA chains: C[m][n] = chain over k of A(m, k) and B[k][n]. Lanes hold outputs, k ascends and is never split, so neither blocking nor lane
-// count shows in the bits: accumulators pass through memory as binary32 between blocks of k.
+// Products of FMA chains: C[m][n] = chain over k of A(m, k) and B[k][n]. Lanes hold outputs, k ascends and is never split, so neither
+// blocking nor lane count shows in the bits: accumulators pass through memory as binary32 between blocks of k.
 #pragma once
 
 #include "attn/host/simd.h"
@@ -93,9 +93,8 @@ inline void multiply_unmasked(int64_t rows, Left a, const float* b, int width, i
 
 // C (rows x columns rounded up to lanes, row stride c_row) over k in [first, last) and columns from `from_column`, a multiple of kPanel, to
 // `to_column`. `fresh` starts the chains at +0, otherwise they go on from C.
-inline void multiply(
-    int64_t rows, Left a, const Panels& b, int64_t first, int64_t last, float* c, int64_t c_row, bool fresh, Terms terms, int64_t from_column,
-    int64_t to_column) {
+inline void multiply(int64_t rows, Left a, const Panels& b, int64_t first, int64_t last, float* c, int64_t c_row, bool fresh, Terms terms,
+                     int64_t from_column, int64_t to_column) {
   int64_t begin = first;
   do {
     const int64_t depth = (last - begin < kDepthBlock) ? last - begin : kDepthBlock;

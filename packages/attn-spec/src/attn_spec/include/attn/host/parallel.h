@@ -28,7 +28,8 @@ class Scratch {
   float* data_;
 };
 
-// Calls body(item, scratch) for items 0 .. count - 1 on up to `threads` threads, the calling one included. Scratch is allocated before any item runs.
+// Calls body(item, scratch) for items 0 .. count - 1 on up to `threads` threads, the calling one included. Scratch is allocated before any
+// item runs.
 template <typename Body>
 void parallel_for(int64_t count, int threads, int64_t scratch_floats, const Body& body) {
   const int64_t workers = std::max<int64_t>(1, std::min<int64_t>(threads, count));

@@ -1,4 +1,5 @@
-// What the dispatcher hands to the kernels of one variant: a call, cut into blocks of rows, and scratch. Plain data, the same for every variant.
+// What the dispatcher hands to the kernels of one variant: a call, cut into blocks of rows, and scratch. Plain data, the same for every
+// variant.
 #pragma once
 
 #include "attn/host/attention.h"
@@ -43,11 +44,11 @@ struct BlockScratch {
   float *q, *dout;                // rows [rows][padded width]
   float *q_panels, *dout_panels;  // the same as right operands
   float *scores, *products;       // [rows][score_row(tiles)]: P, and dP then dS
-  float *tile;                    // [kTile][padded width]: rows of k or v
+  float* tile;                    // [kTile][padded width]: rows of k or v
   float *k_panels, *v_panels;
-  float *sums;                    // [rows][padded width]: out or dq
-  float *dk, *dv;                 // [tiles * kTile][padded width]
-  bool* kept;                     // [tiles * kTile]: dropout of one row
+  float* sums;     // [rows][padded width]: out or dq
+  float *dk, *dv;  // [tiles * kTile][padded width]
+  bool* kept;      // [tiles * kTile]: dropout of one row
 
   ATTN_HD BlockScratch(Arena& arena, int64_t rows, int64_t tiles, int64_t head_dim, int64_t value_dim, bool backward, bool keys) {
     const int64_t d = padded(head_dim), v = padded(value_dim), widest = d > v ? d : v;

@@ -15,7 +15,8 @@ inline int64_t row_offset(const Product& product, const Strides& strides, int64_
 // `count` columns from `column` of rows [begin, end) of the left operand, zero up to `width`.
 inline void read_left(const Product& product, const RowBlock& block, int64_t column, int64_t count, float* to, int64_t width) {
   for (int64_t row = block.begin; row < block.end; ++row, to += width) {
-    const int64_t offset = row_offset(product, product.left.strides, block.batch, block.kv_head, row) + column * product.left.strides.column;
+    const int64_t offset =
+        row_offset(product, product.left.strides, block.batch, block.kv_head, row) + column * product.left.strides.column;
     read(product.left.data, product.left_dtype, offset, product.left.strides.column, count, to);
     fill(to + count, width - count, 0.0f);
   }

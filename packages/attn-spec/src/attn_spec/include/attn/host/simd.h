@@ -1,5 +1,5 @@
-// Vectors of the instruction set that this translation unit is compiled for. Included once a variant, inside its own namespace: nothing here may be
-// merged by the linker with the code of another variant.
+// Vectors of the instruction set that this translation unit is compiled for. Included once a variant, inside its own namespace: nothing
+// here may be merged by the linker with the code of another variant.
 #pragma once
 
 #include <cstdint>
@@ -105,8 +105,8 @@ ATTN_HD void lockstep(Step step) {
   for (int i = 0; i < kLockstep; ++i) step(i);
 }
 
-// exp_nonpositive of ordered.h in every lane, without its selects: below -104 the polynomial is taken at -104, where it rounds to +0; NaN passes
-// through the polynomial; and p * 2^(n + 64) is exact, so that the product with 2^-64 is the only rounding at every n.
+// exp_nonpositive of ordered.h in every lane, without its selects: below -104 the polynomial is taken at -104, where it rounds to +0; NaN
+// passes through the polynomial; and p * 2^(n + 64) is exact, so that the product with 2^-64 is the only rounding at every n.
 ATTN_HD void exp_nonpositive(Vec (&x)[kLockstep]) {
   Vec n[kLockstep], p[kLockstep];
   const Vec lowest = broadcast(-104.0f);
@@ -141,8 +141,8 @@ ATTN_HD float tile_sum(const float* slots) {
   return sum[0];
 }
 
-// tree_max of tile_tree.h without its care for NaN: a NaN is passed over. A maximum has no rounding, so every order gives the same number up to the sign
-// of a zero.
+// tree_max of tile_tree.h without its care for NaN: a NaN is passed over. A maximum has no rounding, so every order gives the same number
+// up to the sign of a zero.
 ATTN_HD float tile_max_of_numbers(const float* slots) {
   Vec part[4];
   for (int k = 0; k < 4; ++k) part[k] = broadcast(negative_infinity());

@@ -19,7 +19,8 @@ struct Slots {
 inline void finish_scores(float* x, float scale, int64_t tile_begin, Slots visible) {
   for (int i = 0; i < kTile; ++i) x[i] = mul(x[i], scale);
   for (int64_t i = tile_begin; i < visible.begin && i < tile_begin + kTile; ++i) x[i - tile_begin] = negative_infinity();
-  for (int64_t i = visible.end > tile_begin ? visible.end : tile_begin; i < tile_begin + kTile; ++i) x[i - tile_begin] = negative_infinity();
+  for (int64_t i = visible.end > tile_begin ? visible.end : tile_begin; i < tile_begin + kTile; ++i)
+    x[i - tile_begin] = negative_infinity();
 }
 
 // State of one tile of final scores. A NaN shows in the sum, or in a tile without any number above -inf.

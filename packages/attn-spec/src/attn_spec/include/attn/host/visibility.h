@@ -14,13 +14,13 @@ ATTN_HD int64_t larger(int64_t a, int64_t b) { return a > b ? a : b; }
 struct Geometry {
   const AttentionProblem& problem;
   int64_t batch, kv_head;
-  int64_t group;         // query heads of the kv head
-  int64_t queries;       // S of this item
-  int64_t keys;          // T_b: stored keys in use
-  int64_t first_query;   // offset of the item in packed arrays
+  int64_t group;        // query heads of the kv head
+  int64_t queries;      // S of this item
+  int64_t keys;         // T_b: stored keys in use
+  int64_t first_query;  // offset of the item in packed arrays
   int64_t first_key;
   int64_t q_start, k_start;
-  int64_t shift;         // slot of logical key 0
+  int64_t shift;  // slot of logical key 0
   int64_t logical_keys;
   const int32_t* stored;  // stored index of a logical key; null: the same
 
@@ -30,8 +30,9 @@ struct Geometry {
     first_query = packed ? problem.cu_seqlens_q[b] : 0;
     first_key = packed ? problem.cu_seqlens_k[b] : 0;
     queries = !packed ? problem.queries : problem.seqlens_q ? problem.seqlens_q[b] : problem.cu_seqlens_q[b + 1] - first_query;
-    keys = !packed ? (problem.kv_lengths ? problem.kv_lengths[b] : problem.keys)
-                   : problem.seqlens_k ? problem.seqlens_k[b] : problem.cu_seqlens_k[b + 1] - first_key;
+    keys = !packed             ? (problem.kv_lengths ? problem.kv_lengths[b] : problem.keys)
+           : problem.seqlens_k ? problem.seqlens_k[b]
+                               : problem.cu_seqlens_k[b + 1] - first_key;
     k_start = problem.k_start ? problem.k_start[b] : 0;
     q_start = problem.q_start ? problem.q_start[b] : k_start + keys - queries;
     shift = k_start % kTile;
@@ -106,7 +107,8 @@ inline Slots union_of(const Geometry& geometry, int64_t begin, int64_t end) {
 }
 
 // Rows [begin, end) of q or dout as binary32 [rows][width rounded up]; rows that see no key are zero. True when all are finite.
-inline bool read_queries(const Geometry& geometry, const Input& input, DType dtype, int64_t begin, int64_t end, int64_t columns, float* to) {
+inline bool read_queries(const Geometry& geometry, const Input& input, DType dtype, int64_t begin, int64_t end, int64_t columns,
+                         float* to) {
   bool finite = true;
   const int64_t width = padded(columns);
   for (int64_t row = begin; row < end; ++row, to += width) {
