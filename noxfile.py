@@ -27,7 +27,7 @@ nox.options.sessions = ["lint", "types", "tests"]
 
 NAMES = ["attn-spec", "attn-reference", "attn-triton", "attn-cuda", "attn-jax-rocm-sink"]
 FOLDERS = {**{name: f"packages/{name}" for name in NAMES}, "attn-shared-tests": "shared_tests"}
-TEST_TOOLS = ["pytest", "pytest-xdist", "hypothesis", "safetensors"]
+TEST_TOOLS = ["pytest", "pytest-xdist", "hypothesis", "safetensors", "pybind11", "cmake", "ninja"]
 TEST_PATHS = ["-n", "2", "ci/tests", "packages", "--pyargs", "attn_shared_tests"]
 TESTED, CPU, OLDEST, BUILD = (f"ci/constraints{part}.txt" for part in ("", "-cpu", "-oldest", "-build"))
 NATIVE = ("*.h", "*.cuh", "*.cpp", "*.cc", "*.cu", "*.hip")
@@ -114,10 +114,21 @@ def install_third_party(
     session.install(*limits, *requirements)
 
 
-def build_into_dist(session: nox.Session) -> None:
+def cuda_architecture() -> str:
+    """The one architecture that a development build of attn-cuda needs: this machine's GPU, or Hopper where there is none."""
+    if not has_nvidia_gpu():
+        return "90a-real"
+    query = ["nvidia-smi", "--query-gpu=compute_cap", "--format=csv,noheader"]
+    found = subprocess.run(query, capture_output=True, text=True, check=True).stdout.split()[0].replace(".", "")
+    return "90a-real" if found == "90" else f"{found}-real"
+
+
+def build_into_dist(session: nox.Session, architectures: str | None = None) -> None:
     """Sdists and wheels of all packages in dist/; attn-cuda has kernels if nvcc is on PATH. What has not changed is not built again."""
     require_uv(session)
-    session.run_install("python", "ci/wheels.py", "--uv", nox.virtualenv.UV, "--python", session_python(session), *FOLDERS.values())
+    target = ["--cuda-architectures", cuda_architecture() if architectures is None else architectures]
+    command = ["python", "ci/wheels.py", "--uv", nox.virtualenv.UV, "--python", session_python(session), *target]
+    session.run_install(*command, *FOLDERS.values())
 
 
 def install_everything(session: nox.Session, *extra: str, constraints: tuple[str, ...] = (TESTED, CPU), cuda_torch: bool = False) -> None:
@@ -167,8 +178,8 @@ def types(session: nox.Session) -> None:
 
 @nox.session
 def build(session: nox.Session) -> None:
-    """Write wheels and sdists of all packages to dist/."""
-    build_into_dist(session)
+    """Write wheels and sdists of all packages to dist/, attn-cuda for every architecture; ``-- 90a-real`` names fewer."""
+    build_into_dist(session, ",".join(session.posargs))
 
 
 @nox.session

@@ -1,7 +1,7 @@
 """Build sdists and wheels into dist/, and build a package again only when something that goes into it has changed.
 
-``python ci/wheels.py --uv UV --python PYTHON FOLDER ...``: the folders in the order in which they need each other. Each wheel is built in
-isolation from its sdist, as a user's installer would.
+``python ci/wheels.py --uv UV --python PYTHON [--cuda-architectures LIST] FOLDER ...``: the folders in the order in which they need each
+other. Each wheel is built in isolation from its sdist, as a user's installer would.
 """
 
 from __future__ import annotations
@@ -78,13 +78,15 @@ def main(arguments: Sequence[str]) -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--uv", required=True)
     parser.add_argument("--python", required=True)
+    parser.add_argument("--cuda-architectures", default="", help="ATTN_CUDA_ARCHITECTURES of attn-cuda; default: all that it supports")
     parser.add_argument("folders", nargs="+")
     options = parser.parse_args(arguments)
     dist, fresh = ROOT / "dist", ROOT / "build" / "dist"
     dist.mkdir(exist_ok=True)
     compilers = tools(options.python)
     for folder in options.folders:
-        digest, record = inputs(ROOT, folder, compilers), Record(dist, folder, compilers[0])
+        architectures = options.cuda_architectures if Path(folder).name == "attn-cuda" else ""
+        digest, record = inputs(ROOT, folder, (*compilers, architectures)), Record(dist, folder, compilers[0])
         if record.is_current(digest):
             print(f"{folder}: unchanged", flush=True)
             continue
@@ -93,6 +95,8 @@ def main(arguments: Sequence[str]) -> int:
         started = time.perf_counter()
         command = [options.uv, "build", "--quiet", "--out-dir", str(fresh), "--find-links", str(dist), "--refresh-package", "attn-spec"]
         command += ["--build-constraints", str(ROOT / CONSTRAINTS), "--python", options.python, str(ROOT / folder)]
+        if architectures:
+            command += ["--config-setting", f"cmake.define.ATTN_CUDA_ARCHITECTURES={architectures}"]
         if subprocess.run(command, check=False).returncode:
             return 1
         record.replace(digest, fresh)

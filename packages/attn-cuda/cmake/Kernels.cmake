@@ -12,7 +12,19 @@ find_package(pybind11 CONFIG REQUIRED)
 execute_process(COMMAND "${Python_EXECUTABLE}" -c "import attn_spec; print(attn_spec.include_dir())"
                 OUTPUT_VARIABLE attn_include OUTPUT_STRIP_TRAILING_WHITESPACE COMMAND_ERROR_IS_FATAL ANY)
 
-set(kernels csrc/softmax_forward.cu csrc/softmax_backward.cu csrc/compact_keys.cu csrc/probe.cu)
+set(kernels
+    csrc/softmax_forward.cu
+    csrc/softmax_backward.cu
+    csrc/compact_keys.cu
+    csrc/probe.cu
+    csrc/products.cu
+    csrc/attention_forward.cu
+    csrc/attention_decode.cu
+    csrc/attention_delta.cu
+    csrc/attention_sums.cu
+    csrc/attention_bias.cu
+    csrc/attention_plan.cu
+    csrc/attention_backward.cu)
 set(options --fmad=false)
 if(CMAKE_CUDA_COMPILER_VERSION VERSION_GREATER_EQUAL 12.8)
   list(APPEND options --compress-mode=size)
@@ -22,7 +34,7 @@ endif()
 file(GLOB attn_headers CONFIGURE_DEPENDS "${attn_include}/attn/*.h")
 file(GLOB own_headers CONFIGURE_DEPENDS "${CMAKE_CURRENT_SOURCE_DIR}/csrc/*.cuh")
 list(TRANSFORM kernels PREPEND "${CMAKE_CURRENT_SOURCE_DIR}/" OUTPUT_VARIABLE kernel_paths)
-string(REPLACE ";" "," fingerprint_files "${kernel_paths};${own_headers};${CMAKE_CURRENT_SOURCE_DIR}/csrc/attn_cuda.h;${attn_headers}")
+string(REPLACE ";" "," fingerprint_files "${kernel_paths};${own_headers};${CMAKE_CURRENT_SOURCE_DIR}/csrc/attn_cuda.h;${CMAKE_CURRENT_SOURCE_DIR}/csrc/attention.h;${attn_headers}")
 string(REPLACE ";" "," architectures "${CMAKE_CUDA_ARCHITECTURES}")
 string(REPLACE ";" " " option_text "${options}")
 add_custom_target(
@@ -41,7 +53,7 @@ target_compile_options(attn_cuda_kernels PRIVATE "$<$<COMPILE_LANGUAGE:CUDA>:${o
 target_include_directories(attn_cuda_kernels PUBLIC csrc PRIVATE "${attn_include}" "${CMAKE_CURRENT_BINARY_DIR}")
 set_target_properties(attn_cuda_kernels PROPERTIES POSITION_INDEPENDENT_CODE ON CUDA_RUNTIME_LIBRARY Static)
 
-pybind11_add_module(_cuda MODULE csrc/module.cpp)
+pybind11_add_module(_cuda MODULE csrc/module.cpp csrc/attention_module.cpp)
 target_link_libraries(_cuda PRIVATE attn_cuda_kernels)
 set_target_properties(_cuda PROPERTIES CUDA_RUNTIME_LIBRARY Static)
 install(TARGETS _cuda DESTINATION attn_cuda)

@@ -83,6 +83,8 @@ int capability(int device) {
 
 }  // namespace
 
+void define_attention(py::module_& module);
+
 PYBIND11_MODULE(_cuda, module) {
   module.doc() = "Raw entry points of attn_cuda.h; RuntimeError carries the CUDA error or the refusal.";
   module.attr("FLOAT32") = static_cast<int>(ATTN_CUDA_FLOAT32);
@@ -98,4 +100,5 @@ PYBIND11_MODULE(_cuda, module) {
   module.def("softmax_backward", &softmax_backward);
   module.def("probe", &probe);
   module.def("capability", &capability);
+  define_attention(module);
 }

@@ -30,10 +30,10 @@ CALLS: dict[str, Call] = {
 }
 FRESH = """
 import os, pickle, sys
-if hasattr(os, "sched_setaffinity"):
-    os.sched_setaffinity(0, sorted(os.sched_getaffinity(0))[:1])
 from attn_spec._registry import get_backend
 name, engine, device, source, target = sys.argv[1:]
+if device == "cpu" and hasattr(os, "sched_setaffinity"):
+    os.sched_setaffinity(0, sorted(os.sched_getaffinity(0))[:1])
 with open(source, "rb") as file:
     calls = pickle.load(file)
 backend = get_backend(name)
@@ -82,7 +82,7 @@ def _half(call: Call) -> dict[str, np.ndarray]:
 
 
 def compute_elsewhere(backend: Runner, calls: dict[str, Call], folder: Path) -> dict[str, dict[str, np.ndarray]]:
-    """Results of a new process that is bound to one processor."""
+    """Results of a new process, on the CPU bound to one processor."""
     source, target = folder / "calls.pickle", folder / "results.pickle"
     source.write_bytes(pickle.dumps(calls))
     command = [sys.executable, "-c", FRESH, backend.backend.name, backend.engine, backend.device, str(source), str(target)]

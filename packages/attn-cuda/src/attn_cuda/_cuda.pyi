@@ -9,10 +9,18 @@ FLAGS: str
 COMPILER: str
 FINGERPRINT: str
 PROBE_NAMES: str
+OVER_WIDTH: int
+OVER_KEYS: int
+OVER_QUERIES: int
 
 Sizes: TypeAlias = tuple[int, int, int]
 Rows: TypeAlias = tuple[int, int, Sizes]
 Mask: TypeAlias = tuple[int, int, int, int]
+Strides: TypeAlias = tuple[int, ...]
+Array: TypeAlias = tuple[int, int, Strides]
+Problem: TypeAlias = tuple[tuple[int, ...], tuple[Array, Array, Array], tuple[int, ...], Strides, bool, int, int, float]
+Results: TypeAlias = tuple[int, int, int, int, int]
+Gradients: TypeAlias = tuple[Array, tuple[int, ...], Strides]
 
 def compact_keys(device: int, stream: int, kept: int, batch: int, keys: int, positions: int, counts: int, /) -> None: ...
 def softmax_forward(
@@ -41,5 +49,12 @@ def softmax_backward(
     dscores: int,
     /,
 ) -> None: ...
+def product(
+    device: int, stream: int, kind: int, sizes: tuple[int, ...], scale: float, left: Array, right: Array, out: int, out_dtype: int, /
+) -> None: ...
+def attention_forward_workspace(device: int, problem: Problem, /) -> int: ...
+def attention_forward(device: int, stream: int, problem: Problem, results: Results, workspace: int, /) -> None: ...
+def attention_backward_workspace(device: int, problem: Problem, gradients: Gradients, /) -> int: ...
+def attention_backward(device: int, stream: int, problem: Problem, gradients: Gradients, workspace: int, /) -> None: ...
 def probe(device: int, /) -> int: ...
 def capability(device: int, /) -> int: ...

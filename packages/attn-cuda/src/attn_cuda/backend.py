@@ -8,15 +8,39 @@ from typing import Any, ClassVar
 from attn_spec import Capabilities, OperatorSupport
 from attn_spec.torch import Operators, TorchBackend
 
+from attn_cuda._attention_launch import MAX_HEAD_DIM, AttentionKernels
 from attn_cuda._extension import extension, unavailable
-from attn_cuda._launch import CudaKernels
+from attn_cuda._products_launch import ProductKernels
+from attn_cuda._softmax_launch import SoftmaxKernels
 
-__all__ = ["BACKEND", "joint_attn_softmax"]
+__all__ = [
+    "BACKEND",
+    "attention",
+    "attention_varlen",
+    "joint_attention",
+    "joint_attn_av_gemm",
+    "joint_attn_qk_gemm",
+    "joint_attn_softmax",
+]
 
+_ANY = {"causal", "window", "sinks", "return_lse", "gradient"}
 _CAPABILITIES = Capabilities(
     devices=("cuda",),
-    operators={"joint_attn_softmax": OperatorSupport(features=frozenset({"gradient", "key_padding_mask"}))},
+    operators={
+        "joint_attn_qk_gemm": OperatorSupport(frozenset({"gradient"})),
+        "joint_attn_softmax": OperatorSupport(frozenset({"gradient", "key_padding_mask"})),
+        "joint_attn_av_gemm": OperatorSupport(frozenset({"gradient"})),
+        "joint_attention": OperatorSupport(frozenset({"gradient", "prompt_mask"}), max_head_dim=MAX_HEAD_DIM),
+        "attention": OperatorSupport(
+            frozenset({*_ANY, "key_padding_mask", "kv_lengths", "q_start", "k_start", "bias"}), max_head_dim=MAX_HEAD_DIM
+        ),
+        "attention_varlen": OperatorSupport(frozenset({*_ANY, "seqlens_q", "seqlens_k"}), max_head_dim=MAX_HEAD_DIM),
+    },
 )
+
+
+class _CudaKernels(SoftmaxKernels, ProductKernels, AttentionKernels):
+    """Every kernel of the ``cuda`` engine."""
 
 
 class CudaBackend(TorchBackend):
@@ -45,6 +69,11 @@ class CudaBackend(TorchBackend):
 
 
 BACKEND = CudaBackend()
-_OPERATORS = Operators(BACKEND, "cuda", "attn_cuda", CudaKernels())  # type: ignore[arg-type]
+_OPERATORS = Operators(BACKEND, "cuda", "attn_cuda", _CudaKernels())
 _FUNCTIONS = _OPERATORS.functions()
+joint_attn_qk_gemm = _OPERATORS.joint_attn_qk_gemm
 joint_attn_softmax = _OPERATORS.joint_attn_softmax
+joint_attn_av_gemm = _OPERATORS.joint_attn_av_gemm
+joint_attention = _OPERATORS.joint_attention
+attention = _OPERATORS.attention
+attention_varlen = _OPERATORS.attention_varlen

@@ -1,4 +1,4 @@
-"""Checks, allocation and the kernel calls."""
+"""Kernel calls of ``joint_attn_softmax``: checks, allocation, the mask compaction and the launch."""
 
 from __future__ import annotations
 
@@ -6,18 +6,17 @@ import math
 from types import ModuleType
 
 import torch
-from attn_spec import UnsupportedProblem
 from torch import Tensor
 
-from attn_cuda._extension import extension
+from attn_cuda._arrays import dtype_code, module_for, place
 
-__all__ = ["CudaKernels"]
+__all__ = ["SoftmaxKernels"]
 
 _AXES = 3
 """Outer axes that the kernels address; more are collapsed, or copied when their strides do not allow it."""
 
 
-class CudaKernels:
+class SoftmaxKernels:
     """Kernels of the ``cuda`` engine, on the current stream of the tensors' device. Results are fresh and contiguous.
 
     Inputs may have any strides; a copy is made when the last axis is not contiguous or when the outer axes do not collapse to three.
@@ -33,17 +32,17 @@ class CudaKernels:
         if probs.numel():
             sizes, (rows,) = _rows(module, scores)
             with torch.cuda.device(scores.device):
-                device, stream = _place(scores)
+                device, stream = place(scores)
                 keys, keep_alive = _compact(module, scores, mask, device, stream)
                 module.softmax_forward(
                     device,
                     stream,
                     sizes,
                     scores.shape[-1],
-                    (rows.data_ptr(), _code(module, rows.dtype), _strides(rows)),
+                    (rows.data_ptr(), dtype_code(module, rows.dtype), _strides(rows)),
                     keys,
                     probs.data_ptr(),
-                    _code(module, stored),
+                    dtype_code(module, stored),
                     row_max.data_ptr(),
                     row_sum.data_ptr(),
                 )
@@ -67,15 +66,15 @@ class CudaKernels:
         if dscores.numel():
             sizes, (rows, cotangent) = _rows(module, scores, dprobs)
             with torch.cuda.device(scores.device):
-                device, stream = _place(scores)
+                device, stream = place(scores)
                 keys, keep_alive = _compact(module, scores, mask, device, stream)
                 module.softmax_backward(
                     device,
                     stream,
                     sizes,
                     scores.shape[-1],
-                    (rows.data_ptr(), _code(module, rows.dtype), _strides(rows)),
-                    (cotangent.data_ptr(), _code(module, cotangent.dtype), _strides(cotangent)),
+                    (rows.data_ptr(), dtype_code(module, rows.dtype), _strides(rows)),
+                    (cotangent.data_ptr(), dtype_code(module, cotangent.dtype), _strides(cotangent)),
                     keys,
                     row_max.data_ptr(),
                     row_sum.data_ptr(),
@@ -87,31 +86,13 @@ class CudaKernels:
 
 def _module(scores: Tensor, mask: Tensor | None, *others: Tensor) -> ModuleType:
     """The compiled module, once the operator's own arguments are known to be ones that it can address."""
-    module = extension()
-    if isinstance(module, str):
-        raise UnsupportedProblem("attn_cuda", [module])
-    for tensor in (scores, mask, *others):
-        if tensor is not None and tensor.device.type != "cuda":
-            raise UnsupportedProblem("attn_cuda", [f"device {tensor.device} (supported: cuda)"])
-        if tensor is not None and tensor.device != scores.device:
-            raise ValueError(f"attn_cuda: all tensors must be on one device; got {scores.device} and {tensor.device}")
+    module = module_for(scores, mask, *others)
     if scores.ndim < 1 or not 1 <= scores.shape[-1] < 2**31:
         raise ValueError(f"attn_cuda: scores must be [..., T] with 1 <= T < 2**31; got shape {list(scores.shape)}")
-    _code(module, scores.dtype)
+    dtype_code(module, scores.dtype)
     if mask is not None and (scores.ndim < 2 or mask.dtype != torch.bool or mask.shape != (scores.shape[0], scores.shape[-1])):
         raise ValueError(f"attn_cuda: mask must be bool [B, T] of scores {list(scores.shape)}; got {mask.dtype} {list(mask.shape)}")
     return module
-
-
-def _code(module: ModuleType, dtype: torch.dtype) -> int:
-    codes: dict[torch.dtype, int] = {torch.float32: module.FLOAT32, torch.bfloat16: module.BFLOAT16, torch.float16: module.FLOAT16}
-    if dtype not in codes:
-        raise TypeError(f"attn_cuda: dtype {dtype}; supported: float32, bfloat16, float16")
-    return codes[dtype]
-
-
-def _place(tensor: Tensor) -> tuple[int, int]:
-    return tensor.device.index, torch.cuda.current_stream(tensor.device).cuda_stream
 
 
 def _rows(module: ModuleType, *tensors: Tensor) -> tuple[tuple[int, int, int], list[Tensor]]:

@@ -1,0 +1,41 @@
+// What the two ways through the forward share: one block for a row block and all its keys, or, for few rows and many keys, tiles spread
+// over the device.
+#pragma once
+
+#include "attention_plan.cuh"
+#include "attention_rows.cuh"
+
+namespace attn_cuda {
+
+constexpr int kMostWarps = 8;  // of a block; each owns kWarpRows rows
+
+struct ForwardArguments {
+  Attention problem;
+  int64_t per_item;
+  const int64_t* plan;
+  void* out;
+  int32_t out_dtype;
+  bool vectors;
+  float* lse;
+  float* row_max;
+  float* row_sum;
+};
+
+__device__ __forceinline__ void store_state(const ForwardArguments& arguments, const Item& item, Row row, attn::RowState state) {
+  const int64_t index = row_index(arguments.problem, item, row);
+  arguments.lse[index] = attn::positive_zero(attn::log_sum_exp(state));
+  arguments.row_max[index] = attn::positive_zero(state.max);
+  arguments.row_sum[index] = state.sum;
+}
+
+// How the tiles are spread: `tiles` of a row (0: not at all), of which P is held for `wave` at a time, and warps of a block.
+struct Split {
+  int64_t tiles, wave;
+  int warps;
+};
+
+Split choose_split(const Limits& limits, const attn_cuda_attention& problem);
+int64_t split_bytes(const attn_cuda_attention& problem, const Split& split);
+int launch_split(const attn_cuda_attention& problem, const ForwardArguments& arguments, const Split& split, Workspace& space, void* stream);
+
+}  // namespace attn_cuda

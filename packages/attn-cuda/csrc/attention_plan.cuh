@@ -1,0 +1,81 @@
+// Host side of an attention call: checks, the workspace, and how its rows and keys are cut into blocks.
+#pragma once
+
+#include "attention_problem.cuh"
+
+namespace attn_cuda {
+
+constexpr int64_t kAlignment = 256;
+
+inline int64_t aligned(int64_t bytes) { return (bytes + kAlignment - 1) / kAlignment * kAlignment; }
+
+// What the shapes of blocks depend on. They move no bit.
+struct Limits {
+  int processors;
+  int shared_bytes;  // a block may have: 99 KiB on some devices, 163 or 227 on others
+};
+
+int find_limits(int device, Limits* limits);
+
+constexpr size_t kStaticBytes = 2048;  // shared memory that kernels declare, at most
+
+inline bool fits(const Limits& limits, size_t dynamic_bytes) {
+  return dynamic_bytes + kStaticBytes <= static_cast<size_t>(limits.shared_bytes);
+}
+
+// Hands out pieces of the caller's workspace in order.
+class Workspace {
+ public:
+  explicit Workspace(void* data) : data_(static_cast<char*>(data)) {}
+
+  template <typename T>
+  T* take(int64_t count) {
+    T* piece = reinterpret_cast<T*>(data_);
+    data_ += aligned(count * static_cast<int64_t>(sizeof(T)));
+    return piece;
+  }
+
+ private:
+  char* data_;
+};
+
+// Blocks of one kernel over rows or keys; see find_work.
+struct Blocks {
+  int64_t count, per_item;
+  const int64_t* plan;
+};
+
+int check_attention(const attn_cuda_attention& problem);
+
+inline int64_t plan_bytes(const attn_cuda_attention& problem, int plans) {
+  return problem.cu_seqlens_q == nullptr ? 0 : plans * aligned((problem.batch + 1) * 8);
+}
+
+// An input as the kernels read it, with `heads` heads, `rows` rows of each and `columns` columns. One that is not laid out for 16-byte
+// accesses is copied to the workspace.
+struct Input {
+  const attn_cuda_array& array;
+  int64_t heads, rows, columns;
+};
+
+int64_t copy_bytes(const attn_cuda_attention& problem, const Input& input);
+int take_input(const attn_cuda_attention& problem, const Input& input, Workspace& space, void* stream, Array* array);
+
+// Workspace of `prepare`.
+int64_t input_bytes(const attn_cuda_attention& problem);
+
+// Compacts the key mask, copies inputs where needed and fills in the kernels' parameter.
+int prepare(int device, void* stream, const attn_cuda_attention& problem, Workspace& space, Attention* attention);
+
+// Blocks of `size` rows of each kv head's group, or of `size` logical keys.
+int plan_rows(const attn_cuda_attention& problem, const Attention& attention, int size, Workspace& space, void* stream, Blocks* blocks);
+int plan_keys(const attn_cuda_attention& problem, const Attention& attention, int size, Workspace& space, void* stream, Blocks* blocks);
+
+int fill_bytes(void* data, int64_t bytes, void* stream);
+int fill_empty_rows(float* lse, float* row_max, float* row_sum, int64_t rows, void* stream);
+
+inline bool stores_fours(const void* data, int32_t dtype, int64_t width) {
+  return width % 4 == 0 && reinterpret_cast<uintptr_t>(data) % (4 * size_of(dtype)) == 0;
+}
+
+}  // namespace attn_cuda

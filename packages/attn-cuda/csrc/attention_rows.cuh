@@ -1,0 +1,235 @@
+// Rows of scores in registers: a warp owns eight rows, and lane c holds slots c + 32 j of each. Two halves of the tile tree are then within
+// a lane down to 32 slots, and the rest are shuffles. Chains run over a whole row of q in shared memory and keys staged 32 columns at a
+// time.
+#pragma once
+
+#include "attention_problem.cuh"
+
+namespace attn_cuda {
+
+constexpr int kWarpRows = 8;
+constexpr int kChunkColumns = 32;
+constexpr int kChunkPitch = 36;  // lanes read 16 bytes of consecutive rows without a bank conflict
+
+__device__ __forceinline__ int lane_id() { return static_cast<int>(threadIdx.x) % kLanes; }
+__device__ __forceinline__ int warp_id() { return static_cast<int>(threadIdx.x) / kLanes; }
+
+__host__ __device__ __forceinline__ int padded_columns(int columns) {
+  return (columns + kChunkColumns - 1) / kChunkColumns * kChunkColumns;
+}
+
+// acc[r][j] goes on over the 32 columns of one chunk. `rows` are the warp's rows of that chunk, `stage` the keys.
+template <int Slots>
+__device__ __forceinline__ void multiply_chunk(const float* rows, const float* stage, float (&acc)[kWarpRows][Slots]) {
+  const float* own = stage + lane_id() * kChunkPitch;
+#pragma unroll 2
+  for (int column = 0; column < kChunkColumns; column += 4) {
+    float4 left[kWarpRows];
+#pragma unroll
+    for (int r = 0; r < kWarpRows; ++r) left[r] = *reinterpret_cast<const float4*>(rows + r * kChunkColumns + column);
+#pragma unroll
+    for (int j = 0; j < Slots; ++j) {
+      const float4 right = *reinterpret_cast<const float4*>(own + j * kLanes * kChunkPitch + column);
+#pragma unroll
+      for (int r = 0; r < kWarpRows; ++r) acc[r][j] = exact_fma(left[r].x, right.x, acc[r][j]);
+#pragma unroll
+      for (int r = 0; r < kWarpRows; ++r) acc[r][j] = exact_fma(left[r].y, right.y, acc[r][j]);
+#pragma unroll
+      for (int r = 0; r < kWarpRows; ++r) acc[r][j] = exact_fma(left[r].z, right.z, acc[r][j]);
+#pragma unroll
+      for (int r = 0; r < kWarpRows; ++r) acc[r][j] = exact_fma(left[r].w, right.w, acc[r][j]);
+    }
+  }
+}
+
+// The block's query rows in shared memory, 32 columns at a time: [chunk][row][32].
+template <int Warps>
+__device__ __forceinline__ void load_query_rows(const Array& array, const Item& item, const Row* rows, float* tile) {
+#pragma unroll 1
+  for (int column = 0; column < array.columns; column += kChunkColumns) {
+    load_rows<Warps * kLanes, Warps * kWarpRows, kChunkColumns>(
+        array, column, kChunkColumns, tile + column * (Warps * kWarpRows),
+        [&](int i) { return rows[i].head < 0 ? kNoRow : query_offset(array, item, rows[i]); });
+  }
+}
+
+// Chains of the block's query rows with 32 * Slots keys of `array`; `slot_of(i)` is the slot of staged key i. Called by all threads; warps
+// that are not `active` only help to load.
+template <int Warps, int Slots, typename SlotOf>
+__device__ __forceinline__ void multiply_rows(const float* tile, const Array& array, const Item& item, int64_t base, float* stage,
+                                              bool active, float (&acc)[kWarpRows][Slots], SlotOf slot_of) {
+#pragma unroll
+  for (int r = 0; r < kWarpRows; ++r)
+#pragma unroll
+    for (int j = 0; j < Slots; ++j) acc[r][j] = 0.0f;
+#pragma unroll 1
+  for (int column = 0; column < array.columns; column += kChunkColumns) {
+    __syncthreads();
+    load_rows<Warps * kLanes, Slots * kLanes, kChunkColumns>(array, column, kChunkPitch, stage,
+                                                             [&](int i) { return key_offset(array, item, base, slot_of(i)); });
+    __syncthreads();
+    if (active) multiply_chunk(tile + (column * Warps + warp_id() * kChunkColumns) * kWarpRows, stage, acc);
+  }
+}
+
+// Combines lanes by a halves tree for each of eight rows; lane 4 r gets row r, as do the three lanes after it.
+template <typename Combine>
+__device__ __forceinline__ float reduce_lanes(float (&values)[kWarpRows], Combine combine) {
+  const int lane = lane_id();
+#pragma unroll
+  for (int distance = 16; distance >= 4; distance /= 2) {
+    const bool high = (lane & distance) != 0;
+    const int rows = distance / 4;
+#pragma unroll
+    for (int r = 0; r < rows; ++r) {
+      const float kept = high ? values[r + rows] : values[r];
+      const float sent = high ? values[r] : values[r + rows];
+      values[r] = combine(kept, __shfl_xor_sync(kAllLanes, sent, distance));
+    }
+  }
+  float result = combine(values[0], __shfl_xor_sync(kAllLanes, values[0], 2));
+  return combine(result, __shfl_xor_sync(kAllLanes, result, 1));
+}
+
+__device__ __forceinline__ int lane_of_row(int row) { return row * 4; }
+__device__ __forceinline__ int row_of_lane() { return lane_id() / 4; }
+
+// What a warp knows of the visible slots of its rows.
+struct WarpRange {
+  Range any;  // outside it no row sees a slot
+  Range all;  // inside it every row sees every slot
+
+  __device__ __forceinline__ bool meets(int32_t begin, int32_t count) const { return any.begin < begin + count && any.end > begin; }
+  __device__ __forceinline__ bool covers(int32_t begin, int32_t count) const { return all.begin <= begin && all.end >= begin + count; }
+};
+
+// Ranges of the rows of one warp; `own` is the range of the lane's row.
+__device__ __forceinline__ WarpRange warp_range(Range own) {
+  WarpRange range{own, own};
+#pragma unroll
+  for (int distance = 16; distance >= 1; distance /= 2) {
+    range.any.begin = min(range.any.begin, __shfl_xor_sync(kAllLanes, range.any.begin, distance));
+    range.any.end = max(range.any.end, __shfl_xor_sync(kAllLanes, range.any.end, distance));
+    range.all.begin = max(range.all.begin, __shfl_xor_sync(kAllLanes, range.all.begin, distance));
+    range.all.end = min(range.all.end, __shfl_xor_sync(kAllLanes, range.all.end, distance));
+  }
+  return range;
+}
+
+// Rows of a block, in shared memory to leave the registers to sums.
+template <int Warps>
+struct BlockRows {
+  Row rows[Warps * kWarpRows];
+  Range ranges[Warps * kWarpRows];
+  WarpRange warps[Warps];
+  Range any;  // slots that any row sees
+
+  // Called by all threads.
+  __device__ __forceinline__ void find(const Attention& problem, const Work& work) {
+    const int i = static_cast<int>(threadIdx.x);
+    if (i < Warps * kWarpRows) {
+      rows[i] = row_of(problem, work.item, work.kv_head, work.block * (Warps * kWarpRows) + i);
+      ranges[i] = rows[i].head < 0 ? no_range() : range_of(problem, work.item, rows[i].query);
+    }
+    __syncthreads();
+    if (warp_id() < Warps) {
+      const WarpRange found = warp_range(range(row_of_lane()));
+      if (lane_id() == 0) warps[warp_id()] = found;
+    }
+    __syncthreads();
+    if (i == 0) {
+      any = no_range();
+      for (const WarpRange& warp : warps) {
+        any.begin = min(any.begin, warp.any.begin);
+        any.end = max(any.end, warp.any.end);
+      }
+    }
+    __syncthreads();
+  }
+
+  __device__ __forceinline__ const Row& row(int r) const { return rows[warp_id() * kWarpRows + r]; }
+  __device__ __forceinline__ const Range& range(int r) const { return ranges[warp_id() * kWarpRows + r]; }
+  __device__ __forceinline__ const WarpRange& warp() const { return warps[warp_id()]; }
+  __device__ __forceinline__ int32_t first_tile() const { return any.begin < any.end ? any.begin / attn::kTile * attn::kTile : 0; }
+};
+
+// Chains to final scores, -inf where masked. `slot_of(j)` is the slot of element j of this lane.
+template <int Warps, int Slots, typename SlotOf>
+__device__ __forceinline__ void finish_scores(const Attention& problem, const Item& item, const BlockRows<Warps>& block, bool all_visible,
+                                              float (&x)[kWarpRows][Slots], SlotOf slot_of) {
+#pragma unroll
+  for (int r = 0; r < kWarpRows; ++r)
+#pragma unroll
+    for (int j = 0; j < Slots; ++j) x[r][j] = attn::mul(x[r][j], problem.scale);
+  if (problem.bias != nullptr) {
+#pragma unroll
+    for (int r = 0; r < kWarpRows; ++r) {
+      const Range range = block.range(r);
+      const float* bias = bias_of_row(problem, item, block.row(r));
+#pragma unroll
+      for (int j = 0; j < Slots; ++j)
+        if (range.has(slot_of(j))) x[r][j] = attn::add(x[r][j], bias[stored_key(item, slot_of(j)) * problem.bias_key]);
+    }
+  }
+  if (all_visible) return;
+#pragma unroll
+  for (int r = 0; r < kWarpRows; ++r) {
+    const Range range = block.range(r);
+#pragma unroll
+    for (int j = 0; j < Slots; ++j) x[r][j] = range.has(slot_of(j)) ? x[r][j] : attn::negative_infinity();
+  }
+}
+
+// Scores of one row to P, kMaskedBits where masked. The short division needs numerators in [2^-80, 1] or +0, for which it is exact too.
+template <int Slots>
+__device__ __forceinline__ void row_probabilities(float (&x)[Slots], float row_max, const Divisor& row_sum) {
+  uint32_t smallest = UINT32_MAX, masked = 0;
+#pragma unroll
+  for (int j = 0; j < Slots; ++j) {
+    masked |= (x[j] == attn::negative_infinity() ? 1u : 0u) << j;
+    x[j] = exp_nonpositive(sub(x[j], row_max));
+    smallest = min(smallest, float_to_bits(x[j]) - 1u);
+  }
+  if (smallest >= kSmallestNumerator - 1u) {
+#pragma unroll
+    for (int j = 0; j < Slots; ++j) x[j] = quotient(x[j], row_sum);
+  } else {
+#pragma unroll
+    for (int j = 0; j < Slots; ++j) x[j] = attn::div(x[j], row_sum.value);
+  }
+  if (masked == 0) return;
+#pragma unroll
+  for (int j = 0; j < Slots; ++j)
+    if (masked >> j & 1u) x[j] = masked_value();
+}
+
+// State of a row after a later state: attn::merge in the device's arithmetic.
+__device__ __forceinline__ attn::RowState merged(attn::RowState row, attn::RowState later) {
+  const float max = maximum(row.max, later.max);
+  const float sum = add(mul(row.sum, exp_nonpositive(sub(row.max, max))), mul(later.sum, exp_nonpositive(sub(later.max, max))));
+  if (!attn::is_live(later)) return row;
+  return attn::is_live(row) ? attn::RowState{max, sum} : later;
+}
+
+// States of one tile of final scores, the state of row r in the lanes of row r.
+__device__ __forceinline__ attn::RowState tile_states(const float (&x)[kWarpRows][kSlots]) {
+  float values[kWarpRows];
+#pragma unroll
+  for (int r = 0; r < kWarpRows; ++r) {
+    values[r] = maximum(x[r][0], x[r][1]);
+#pragma unroll
+    for (int j = 2; j < kSlots; ++j) values[r] = maximum(values[r], x[r][j]);
+  }
+  const float max = reduce_lanes(values, [](float a, float b) { return maximum(a, b); });
+#pragma unroll
+  for (int r = 0; r < kWarpRows; ++r) {
+    const float row_max = __shfl_sync(kAllLanes, max, lane_of_row(r));
+    float e[kSlots];
+#pragma unroll
+    for (int j = 0; j < kSlots; ++j) e[j] = exp_nonpositive(sub(x[r][j], row_max));
+    values[r] = add(add(add(e[0], e[4]), add(e[2], e[6])), add(add(e[1], e[5]), add(e[3], e[7])));
+  }
+  return attn::RowState{max, reduce_lanes(values, [](float a, float b) { return add(a, b); })};
+}
+
+}  // namespace attn_cuda
