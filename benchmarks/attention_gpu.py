@@ -1,7 +1,8 @@
 """Ordered attention and products on one GPU beside fp32 peers, in one process, interleaved, medians.
 
-The ceiling is torch's float32 matrix product with TF32 off. "useful" counts 4*H*S*T*D forward and 10*H*S*T*D backward (causal: half),
-whatever a kernel recomputes. Results of attn_cuda are compared with the host kernels on a sampled head before anything is timed.
+The ceiling is torch's float32 matrix product with TF32 off. "useful" counts 4*D operations for each visible (head, query, key) pair
+forward and 10*D backward, whatever a kernel recomputes. Results of attn_cuda are compared with the host kernels on a sampled head before
+anything is timed.
 
     python benchmarks/attention_gpu.py --output attention.json [--rounds 10] [--cases d128,d64-causal]
 """
@@ -41,12 +42,17 @@ class Shape:
     dtype: torch.dtype = torch.bfloat16
 
     @property
-    def pairs(self) -> float:
-        """Visible (head, query, key) pairs."""
-        rows = self.batch * self.heads * self.queries
-        if self.window is not None:
-            return float(rows * (self.window[0] + 1))
-        return rows * self.keys * (0.5 if self.causal and self.queries > 1 else 1.0)
+    def pairs(self) -> int:
+        """Visible (head, query, key) pairs, counted exactly; causal is bottom-right, so the block left of the diagonal is dense."""
+        total = 0
+        for query in range(self.queries):
+            position = self.keys - self.queries + query
+            last = min(position, self.keys - 1) if self.causal else self.keys - 1
+            first = 0
+            if self.window is not None:
+                first, last = max(0, position - self.window[0]), min(last, position + self.window[1])
+            total += max(0, last - first + 1)
+        return self.batch * self.heads * total
 
 
 SHAPES = {

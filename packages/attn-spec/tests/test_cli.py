@@ -39,8 +39,10 @@ def test_explain_names_the_runner_and_each_refusal(capsys):
     "op", ["joint_attn_qk_gemm", "joint_attn_softmax", "joint_attn_av_gemm", "joint_attention", "attention", "attention_varlen"]
 )
 def test_check_passes_for_the_definition_and_prints_the_trace(op, capsys):
+    sizes = [option for option in SMALL if op != "joint_attention" or option not in ("--keys", "9")]
+    padding = ["--padding"] if op in ("joint_attention", "joint_attn_softmax", "attention") else []
     assert (
-        main(["check", "--op", op, "--candidate", "pytorch", "--reference", "attn_reference:pytorch", *SMALL, "--check-grad", "--padding"])
+        main(["check", "--op", op, "--candidate", "pytorch", "--reference", "attn_reference:pytorch", *sizes, *padding, "--check-grad"])
         == 0
     )
     printed = capsys.readouterr().out
@@ -85,3 +87,50 @@ def test_compare_tells_zeros_apart_and_counts(tmp_path, capsys):
     printed = capsys.readouterr().out
     assert "1 elements differ, by up to 0 ulp; first at [0]: 0x00000000 against 0x80000000" in printed
     assert "only in" in printed
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--op", "joint_attention", "--sinks"], "--sinks does not apply to joint_attention"),
+        (["--op", "joint_attn_softmax", "--causal"], "--causal does not apply to joint_attn_softmax"),
+        (["--op", "joint_attention", "--keys", "7"], "--keys does not apply to joint_attention"),
+        (["--batch", "0"], "--batch must be 1 or more; got 0"),
+        (["--seq", "-3"], "--seq must be 0 or more; got -3"),
+        (["--kv-heads", "3"], "query heads must be a positive multiple of kv heads"),
+    ],
+)
+def test_check_refuses_what_it_would_ignore(arguments, message, capsys):
+    assert main(["check", "--candidate", "pytorch", *arguments]) == 2
+    assert message in capsys.readouterr().err
+
+
+def test_check_without_keys_tests_empty_rows(capsys):
+    assert (
+        main(["check", "--candidate", "pytorch", "--reference", "attn_reference:pytorch", "--keys", "0", "--seq", "3", "--check-grad"]) == 0
+    )
+    assert "T=0" not in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--heads", "5", "--kv-heads", "2"], "must be a multiple of kv heads 2"),
+        (["--batch", "-1"], "no size negative"),
+        (["--contract", "nope"], "unknown contract 'nope'"),
+        (["--features", "nonsense"], "unknown feature 'nonsense'"),
+    ],
+)
+def test_explain_refuses_problems_that_cannot_exist(arguments, message, capsys):
+    assert main(["explain", *arguments]) == 2
+    assert message in capsys.readouterr().err
+
+
+def test_explain_exits_1_when_nothing_runs_the_problem(capsys):
+    assert main(["explain", "--device", "rocm", "--features", "causal,dropout"]) == 1
+    assert "no installed backend" in capsys.readouterr().out
+
+
+def test_production_attention_has_no_contract(capsys):
+    main(["explain", "--op", "attn"])
+    assert "cpu none" in capsys.readouterr().out

@@ -113,6 +113,15 @@ def copies(array: np.ndarray) -> np.ndarray:
     return np.tile(array, (1, 2624, 1, 1)[: array.ndim])
 
 
+def check_many_items(evaluate: Evaluate, count: int) -> None:
+    """``count`` batch items, four of them distinct, forward and backward: each copy has the bytes of its original."""
+    few = problems.attention(batch=4, heads=2, kv_heads=1, queries=2, keys=3, head_dim=4, wrt=QKV)
+    order = [item % 4 for item in range(count)]
+    found = evaluate(problems.take(few, "B", order))
+    for name, array in evaluate(few).items():
+        assert_bytes(found[name], array[order], name)
+
+
 @pytest.mark.parametrize("gradient", (False, True), ids=("forward", "gradient"))
 @pytest.mark.parametrize("feature", FEATURES)
 def test_batch_size_and_slot(backend: Runner, feature: str, gradient: bool) -> None:
@@ -141,6 +150,12 @@ def test_softmax_rows_do_not_know_the_batch(backend: Runner, gradient: bool) -> 
 
 def test_more_heads_than_a_grid_axis_holds(backend: Runner) -> None:
     backend.run(check_many)
+
+
+def test_more_batch_items_than_a_grid_axis_holds(backend: Runner) -> None:
+    """Definitions and interpreters, which loop over the items, take fewer."""
+    count = 65_600 if backend.backend.runs_layers(backend.device, backend.engine) else 164
+    backend.run(check_many_items, count)
 
 
 def pads_softmax_in_slots(evaluate: Evaluate) -> Evaluate:

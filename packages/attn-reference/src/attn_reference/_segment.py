@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-import torch
 from attn_spec.torch import AttentionInputs
 from torch import Tensor
 
@@ -73,28 +72,31 @@ def _dense(inputs: AttentionInputs) -> Iterator[Segment]:
     keys = inputs.k.shape[2]
     for index in range(batch):
         used = _at(inputs.kv_lengths, index, keys)
+        if not 0 <= used <= keys:
+            raise ValueError(f"attention: kv_lengths must lie in [0, {keys}]; got {used} for batch item {index}")
         k_start = _at(inputs.k_start, index, 0)
-        used = min(max(used, 0), keys)
         q_start = _at(inputs.q_start, index, k_start + used - queries)
         yield Segment(inputs, index, Positions(queries, keys, used, q_start, k_start))
 
 
 def _packed(inputs: AttentionInputs) -> Iterator[Segment]:
-    rows = _slices(inputs.cu_seqlens_q, inputs.seqlens_q, inputs.q.shape[0])
-    stored = _slices(inputs.cu_seqlens_k, inputs.seqlens_k, inputs.k.shape[0])
+    rows = _slices("q", inputs.cu_seqlens_q, inputs.seqlens_q, inputs.q.shape[0])
+    stored = _slices("k", inputs.cu_seqlens_k, inputs.seqlens_k, inputs.k.shape[0])
     for index, (row, key) in enumerate(zip(rows, stored, strict=True)):
         queries, keys = row.stop - row.start, key.stop - key.start
         yield Segment(inputs, index, Positions(queries, keys, keys, keys - queries, 0), row, key)
 
 
-def _slices(offsets: Tensor | None, used: Tensor | None, total: int) -> list[slice]:
+def _slices(name: str, offsets: Tensor | None, used: Tensor | None, total: int) -> list[slice]:
     assert offsets is not None
-    bounds = torch.clamp(offsets, 0, total).tolist()
-    lengths = torch.diff(offsets).tolist() if used is None else used.tolist()
-    return [
-        slice(begin, begin + min(max(length, 0), max(end - begin, 0)))
-        for begin, end, length in zip(bounds[:-1], bounds[1:], lengths, strict=True)
-    ]
+    bounds = offsets.tolist()
+    if bounds[0] < 0 or bounds[-1] > total or bounds != sorted(bounds):
+        raise ValueError(f"attention_varlen: cu_seqlens_{name} must not decrease and must lie in [0, {total}]; got {bounds}")
+    sizes = [end - begin for begin, end in zip(bounds[:-1], bounds[1:], strict=True)]
+    lengths = sizes if used is None else used.tolist()
+    if any(not 0 <= length <= size for length, size in zip(lengths, sizes, strict=True)):
+        raise ValueError(f"attention_varlen: seqlens_{name} must lie between 0 and the segment sizes {sizes}; got {lengths}")
+    return [slice(begin, begin + length) for begin, length in zip(bounds[:-1], lengths, strict=True)]
 
 
 def _at(values: Tensor | None, index: int, default: int) -> int:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from attn_spec._operators import DTYPES
+from attn_spec._operators import DTYPES, PRODUCTION
 from attn_spec._problem import Problem
 
 __all__ = ["Capabilities", "OperatorSupport"]
@@ -45,7 +45,7 @@ class Capabilities:
         found = []
         if problem.device not in self.devices:
             found.append(f"device {problem.device} (supported: {', '.join(self.devices)})")
-        if problem.contract not in self.contracts:
+        if problem.op != PRODUCTION and problem.contract not in self.contracts:
             found.append(f"contract {problem.contract} (supported: {', '.join(self.contracts)})")
         support = self.operators.get(problem.op)
         if support is None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from attn_spec._errors import UnknownName
+from attn_spec._operators import PRODUCTION
 
 __all__ = ["CONTRACTS", "Contract", "Guarantee", "contract"]
 
@@ -76,6 +77,7 @@ def contract(name: str) -> Contract:
 
 
 def default_contract(op: str, dtype: str, head_dim: int, device: str) -> str:
-    """The contract that runs when none is named. It depends on these four alone, so a trainer and a rollout cannot drift apart."""
-    del op, dtype, head_dim, device
-    return "ordered-v1"
+    """The contract that runs when none is named. It depends on these four alone, so a trainer and a rollout cannot drift
+    apart. Production attention has none."""
+    del dtype, head_dim, device
+    return "none" if op == PRODUCTION else "ordered-v1"

@@ -10,14 +10,11 @@ from attn_spec._backend import Backend
 from attn_spec._contract import contract as find_contract
 from attn_spec._contract import default_contract
 from attn_spec._errors import BackendUnavailable, UnknownName, UnsupportedProblem
-from attn_spec._operators import OPERATORS, operator
+from attn_spec._operators import OPERATORS, PRODUCTION, operator
 from attn_spec._registry import get_backend, in_order, load, parse
 from attn_spec._trace import Trace
 
 __all__ = ["Op", "get_op"]
-
-PRODUCTION = "attn"
-"""The operator that is production attention, outside every contract; never a substitute for ``attention``."""
 
 
 class Op:

@@ -9,9 +9,11 @@ from dataclasses import dataclass
 
 from attn_spec._errors import UnknownName
 
-__all__ = ["DTYPES", "OPERATORS", "Operator", "operator"]
+__all__ = ["DTYPES", "OPERATORS", "PRODUCTION", "Operator", "operator"]
 
 DTYPES = ("float32", "bfloat16", "float16")
+PRODUCTION = "attn"
+"""The operator that is production attention, outside every contract; never a substitute for ``attention``."""
 
 
 @dataclass(frozen=True)

@@ -13,13 +13,15 @@ from typing import Any
 
 from attn_spec._contract import contract as find_contract
 from attn_spec._contract import default_contract
-from attn_spec._operators import DTYPES, OPERATORS, operator
+from attn_spec._operators import DTYPES, OPERATORS, PRODUCTION, operator
 from attn_spec._problem import Problem
 
 __all__ = ["ArrayInfo", "describe"]
 
 _INTEGERS = ("int32", "int64")
 _INT32_MAX = 2**31 - 1
+_FLOAT32_OVERFLOW = 2.0**128 - 2.0**103
+"""Magnitudes from here on round to infinity in float32."""
 
 
 @dataclass(frozen=True)
@@ -59,7 +61,10 @@ def describe(
         features.add("gradient")
     dtype, device = given[spec.inputs[0]].dtype, given[spec.inputs[0]].device
     name = contract or default_contract(op, dtype, sizes.get("head_dim", 1), device)
-    find_contract(name)
+    if op != PRODUCTION:
+        find_contract(name)
+    elif contract is not None:
+        raise ValueError(f"{op}: it stands outside every contract, {contract} included; use 'attention'")
     return Problem(op=op, dtype=dtype, device=device, contract=name, features=frozenset(features), **sizes)
 
 
@@ -138,10 +143,27 @@ def _is_integer(value: Any) -> bool:
     return isinstance(value, numbers.Integral) and not isinstance(value, bool)
 
 
+def _is_finite_float32(value: Any) -> bool:
+    if isinstance(value, bool) or not isinstance(value, numbers.Real):
+        return False
+    try:
+        return abs(float(value)) < _FLOAT32_OVERFLOW
+    except OverflowError:
+        return False
+
+
+def _is_integer_scalar(array: Any) -> bool:
+    dtype, shape = getattr(array, "dtype", None), getattr(array, "shape", None)
+    return dtype is not None and shape is not None and "int" in str(dtype) and math.prod(shape) == 1
+
+
 def _check_options(op: str, options: Mapping[str, Any]) -> None:
     scale = options.get("scale")
-    if scale is not None and not (isinstance(scale, numbers.Real) and math.isfinite(scale)):
-        raise ValueError(f"{op}: scale must be a finite number or None; got {scale!r}")
+    if scale is not None and not _is_finite_float32(scale):
+        raise ValueError(f"{op}: scale must be a number that is finite in float32, or None; got {scale!r}")
+    for name in ("causal", "return_lse"):
+        if not isinstance(options.get(name, False), bool):
+            raise TypeError(f"{op}: {name} must be True or False; got {options[name]!r}")
     window = options.get("window")
     if window is not None:
         if not (isinstance(window, (tuple, list)) and len(window) == 2 and all(side is None or _is_integer(side) for side in window)):
@@ -152,6 +174,8 @@ def _check_options(op: str, options: Mapping[str, Any]) -> None:
     if not (isinstance(dropout_p, numbers.Real) and 0.0 <= float(dropout_p) <= 1.0):
         raise ValueError(f"{op}: dropout_p must lie in [0, 1]; got {dropout_p!r}")
     seed = options.get("dropout_seed")
+    if seed is not None and not _is_integer(seed) and not _is_integer_scalar(seed):
+        raise TypeError(f"{op}: dropout_seed must be an integer or an integer array of one element; got {seed!r}")
     if seed is not None and _is_integer(seed) and not 0 <= seed < 2**64:
         raise ValueError(f"{op}: dropout_seed must lie in [0, 2**64); got {seed}")
     for name in ("q_start", "k_start"):

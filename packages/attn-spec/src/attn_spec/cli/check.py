@@ -12,6 +12,7 @@ from attn_spec._arrays import dtype_name
 from attn_spec._backend import Backend, Call
 from attn_spec._compare import Difference, difference
 from attn_spec._dispatch import get_op
+from attn_spec._errors import UnsupportedProblem
 from attn_spec._operators import OPERATORS
 from attn_spec._registry import get_backend, parse
 from attn_spec.testing.inputs import Sizes, outputs_of, random_call, select
@@ -50,7 +51,7 @@ def add_parser(commands: Any) -> None:
     )
     for name, value in sizes:
         parser.add_argument(f"--{name}", type=int, default=value)
-    parser.add_argument("--causal", action=argparse.BooleanOptionalAction, default=True)
+    parser.add_argument("--causal", action=argparse.BooleanOptionalAction, help="default: causal, for attention")
     parser.add_argument("--window", type=int, nargs=2, metavar=("LEFT", "RIGHT"))
     parser.add_argument("--sinks", action="store_true")
     parser.add_argument("--padding", action="store_true", help="with a random key padding mask")
@@ -71,11 +72,12 @@ def run(options: argparse.Namespace) -> int:
         keys=options.keys,
         head_dim=options.head_dim,
         value_dim=options.value_dim,
-        causal=options.causal,
+        causal=options.causal is not False,
         window=tuple(options.window) if options.window else None,
         sinks=options.sinks,
         padding=options.padding,
     )
+    _applies(options)
     call = random_call(options.op, DTYPES.get(options.dtype, options.dtype), sizes, options.seed, gradients=options.check_grad)
     rows = check(call, candidate, engine, options.device, _reference(options.reference, candidate, engine))
     passed = all(found.equal for found in rows.values())
@@ -93,6 +95,10 @@ def run(options: argparse.Namespace) -> int:
 
 def check(call: Call, candidate: Backend, engine: str | None, device: str, reference: tuple[Backend, str | None]) -> dict[str, Difference]:
     """Every comparison by name: bytes and dtypes against the reference, then batch size, slot and neighbours against itself."""
+    problem = call.problem(device)
+    reasons = candidate.reasons(problem, engine)
+    if reasons:
+        raise UnsupportedProblem(candidate.name, reasons, problem)
     results = candidate.evaluate(call, device=device, engine=engine)
     expected = reference[0].evaluate(call, device="cpu", engine=reference[1])
     rows = {f"{name} equals the reference": difference(results[name], expected[name]) for name in expected}
@@ -111,6 +117,27 @@ def check(call: Call, candidate: Backend, engine: str | None, device: str, refer
         part = outputs_of(rearranged, candidate.evaluate(rearranged, device=device, engine=engine), slot)
         rows.update({f"{name} of item 0 {what}": difference(part[name], whole[name]) for name in whole})
     return rows
+
+
+_KEYWORDS = {
+    "causal": ("attention", "attention_varlen"),
+    "window": ("attention", "attention_varlen"),
+    "sinks": ("attention", "attention_varlen"),
+    "padding": ("attention", "joint_attn_softmax", "joint_attention"),
+    "keys": ("attention", "attention_varlen", "joint_attn_qk_gemm", "joint_attn_softmax", "joint_attn_av_gemm"),
+}
+"""The operators that each option of the command applies to."""
+
+
+def _applies(options: argparse.Namespace) -> None:
+    """Refuse an option that the operator does not have, and sizes that no array can have."""
+    for name, operators in _KEYWORDS.items():
+        if getattr(options, name) not in (None, False) and options.op not in operators:
+            raise ValueError(f"--{name} does not apply to {options.op}; it is an option of {', '.join(operators)}")
+    for name, least in (("batch", 1), ("heads", 1), ("seq", 0), ("keys", 0), ("kv_heads", 0), ("head_dim", 0), ("value_dim", 0)):
+        value = getattr(options, name)
+        if value is not None and value < least:
+            raise ValueError(f"--{name.replace('_', '-')} must be {least} or more; got {value}")
 
 
 def _same_dtype(gradient: np.ndarray, array: np.ndarray) -> Difference:

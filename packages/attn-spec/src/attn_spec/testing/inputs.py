@@ -39,8 +39,9 @@ def random_call(op: str, dtype: str, sizes: Sizes, seed: int = 0, *, gradients: 
     def normal(shape: Shape, name: str = dtype) -> np.ndarray:
         return from_float32(generator.standard_normal(shape).astype(np.float32), name)
 
-    keys = sizes.keys or sizes.queries
-    kv_heads, value_dim = sizes.kv_heads or sizes.heads, sizes.value_dim or sizes.head_dim
+    keys = sizes.queries if sizes.keys is None else sizes.keys
+    kv_heads = sizes.heads if sizes.kv_heads is None else sizes.kv_heads
+    value_dim = sizes.head_dim if sizes.value_dim is None else sizes.value_dim
     q = (sizes.batch, sizes.heads, sizes.queries, sizes.head_dim)
     k = (sizes.batch, kv_heads, keys, sizes.head_dim)
     v = (*k[:3], value_dim)
@@ -52,7 +53,7 @@ def random_call(op: str, dtype: str, sizes: Sizes, seed: int = 0, *, gradients: 
         arrays = {"scores": from_float32((3.0 * generator.standard_normal(rows)).astype(np.float32), dtype)}
         call = Call(op, arrays, {}, {"probs": normal(rows)}, ("scores",))
     elif op == "joint_attn_av_gemm":
-        probs = generator.random(rows).astype(np.float32) / np.float32(keys)
+        probs = generator.random(rows).astype(np.float32) / np.float32(max(keys, 1))
         call = Call(op, {"probs": probs, "v": normal(v)}, {}, {"out": normal((*q[:3], value_dim))}, ("probs", "v"))
     elif op == "joint_attention":
         shapes = {name: (*shape[:2], length, shape[3]) for name, shape in (("q", q), ("k", k), ("v", v)) for length in (sizes.queries,)}
@@ -86,8 +87,8 @@ def _attention(op: str, arrays: dict[str, np.ndarray], sizes: Sizes, cotangents:
 def _varlen(op: str, sizes: Sizes, keys: int, kv_heads: int, value_dim: int, normal: object) -> Call:
     """Segment b has about ``queries`` and ``keys`` rows, each segment a different number."""
     assert callable(normal)
-    lengths_q = [max(1, sizes.queries - item) for item in range(sizes.batch)]
-    lengths_k = [max(1, keys - item) for item in range(sizes.batch)]
+    lengths_q = [max(0, sizes.queries - item) for item in range(sizes.batch)]
+    lengths_k = [max(0, keys - item) for item in range(sizes.batch)]
     offsets = {name: np.concatenate([[0], np.cumsum(part)]).astype(np.int32) for name, part in (("q", lengths_q), ("k", lengths_k))}
     total_q, total_k = int(offsets["q"][-1]), int(offsets["k"][-1])
     arrays = {

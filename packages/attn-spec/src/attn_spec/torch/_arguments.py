@@ -7,8 +7,9 @@ import math
 
 import torch
 from torch import Tensor
+from torch.autograd import forward_ad
 
-__all__ = ["autocast", "check_offsets", "check_one_device", "int64", "lengths", "scale_of", "seed_of", "starts"]
+__all__ = ["autocast", "check_offsets", "check_one_device", "int64", "lengths", "refuse_forward_mode", "scale_of", "seed_of", "starts"]
 
 
 def check_one_device(op: str, arrays: dict[str, Tensor | None]) -> None:
@@ -20,11 +21,21 @@ def check_one_device(op: str, arrays: dict[str, Tensor | None]) -> None:
 
 
 def autocast(*tensors: Tensor) -> tuple[Tensor, ...]:
-    kind = tensors[0].device.type if isinstance(tensors[0], Tensor) else "cpu"
+    if not all(isinstance(tensor, Tensor) for tensor in tensors) or tensors[0].device.type == "meta":
+        return tensors
+    kind = tensors[0].device.type
     if not torch.is_autocast_enabled(kind):
         return tensors
     dtype = torch.get_autocast_dtype(kind)
     return tuple(tensor.to(dtype) if tensor.is_floating_point() else tensor for tensor in tensors)
+
+
+def refuse_forward_mode(op: str, tensors: tuple[Tensor | None, ...]) -> None:
+    """The kernels have no forward-mode derivative; without this check a tangent would vanish in silence."""
+    if torch.compiler.is_compiling():
+        return
+    if any(tensor is not None and forward_ad.unpack_dual(tensor).tangent is not None for tensor in tensors):
+        raise NotImplementedError(f"{op}: forward-mode differentiation (jvp) is not supported; use attn_reference.attention_fp32")
 
 
 def scale_of(scale: float | None, q: Tensor) -> float:

@@ -23,12 +23,14 @@ def platform(device: torch.device) -> str:
     return device.type
 
 
-def info(tensor: torch.Tensor | None) -> ArrayInfo | None:
-    """Shape, dtype and device of a tensor, for validation."""
+def info(op: str, name: str, tensor: torch.Tensor | None) -> ArrayInfo | None:
+    """Shape, dtype and device of the argument ``name`` of ``op``, for validation."""
     if tensor is None:
         return None
     if not isinstance(tensor, torch.Tensor):
-        raise TypeError(f"expected a torch.Tensor; got {type(tensor).__name__}")
+        raise TypeError(f"{op}: {name} must be a torch.Tensor; got {type(tensor).__name__}")
+    if tensor.layout != torch.strided or tensor.device.type == "meta" or tensor.is_nested:
+        raise TypeError(f"{op}: {name} must be a dense tensor with data; got layout {tensor.layout} on {tensor.device}")
     return ArrayInfo(tuple(tensor.shape), dtype_name(tensor.dtype), platform(tensor.device))
 
 

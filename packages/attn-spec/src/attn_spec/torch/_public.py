@@ -10,9 +10,20 @@ import torch
 from torch import Tensor
 
 from attn_spec._errors import UnsupportedProblem
+from attn_spec._operators import PRODUCTION
 from attn_spec._problem import Problem
 from attn_spec._validation import describe
-from attn_spec.torch._arguments import autocast, check_offsets, check_one_device, int64, lengths, scale_of, seed_of, starts
+from attn_spec.torch._arguments import (
+    autocast,
+    check_offsets,
+    check_one_device,
+    int64,
+    lengths,
+    refuse_forward_mode,
+    scale_of,
+    seed_of,
+    starts,
+)
 from attn_spec.torch._arrays import info
 from attn_spec.torch._registration import register
 
@@ -29,7 +40,8 @@ class Operators:
     """Public functions over the kernels of one engine, registered under ``torch.ops.<namespace>``.
 
     Every function checks its arguments first (ValueError, TypeError), then asks the backend's capabilities (UnsupportedProblem), and only
-    then runs. Under autocast, floating inputs are cast to the autocast dtype; gradients come back in each input's own dtype.
+    then runs. Under autocast, q, k, v and the operands of the products are cast to its dtype; gradients come back in each input's own
+    dtype.
     """
 
     def __init__(self, backend: TorchBackend, engine: str, namespace: str, kernels: Kernels) -> None:
@@ -45,7 +57,7 @@ class Operators:
         float32._out_dtype = torch.float32
         for name in self._backend.capabilities(self._engine).operators:
             found[name] = getattr(self, name)
-            if name != "joint_attn_qk_gemm":
+            if name not in ("joint_attn_qk_gemm", PRODUCTION):
                 found[f"{name}.forward_fp32"] = getattr(float32, name)
         return found
 
@@ -334,8 +346,9 @@ class Operators:
     def _check(
         self, op: str, arrays: dict[str, Tensor | None], options: dict[str, Any], contract: str | None, *differentiable: Tensor | None
     ) -> Problem:
+        described = {name: info(op, name, tensor) for name, tensor in arrays.items()}
+        refuse_forward_mode(op, differentiable)
         gradient = torch.is_grad_enabled() and any(tensor is not None and tensor.requires_grad for tensor in differentiable)
-        described = {name: info(tensor) for name, tensor in arrays.items()}
         problem = describe(op, described, options, contract=contract, gradient=gradient)
         check_one_device(op, arrays)
         reasons = self._backend.reasons(problem, self._engine)

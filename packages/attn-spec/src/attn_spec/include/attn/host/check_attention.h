@@ -19,7 +19,8 @@ inline const char* check_segments(const int64_t* offsets, const int64_t* used, i
 
 const char* check_attention(const AttentionProblem& problem) {
   constexpr int64_t limit = std::numeric_limits<int32_t>::max();
-  const auto in_range = [](int64_t position) { return position >= -limit && position <= limit; };
+  // Positions first .. first + count - 1 fit 32 bits.
+  const auto in_range = [](int64_t first, int64_t count) { return count == 0 || (first >= -limit - 1 && first + count - 1 <= limit); };
   if (problem.queries > limit || problem.keys > limit) return "queries and keys must stay below 2^31";
   if (problem.kv_heads <= 0 || problem.heads % problem.kv_heads != 0) return "heads must be a multiple of kv_heads";
   if (problem.cu_seqlens_q != nullptr || problem.cu_seqlens_k != nullptr) {
@@ -33,9 +34,9 @@ const char* check_attention(const AttentionProblem& problem) {
     const int64_t keys = problem.kv_lengths ? problem.kv_lengths[b] : problem.keys, k_start = problem.k_start ? problem.k_start[b] : 0;
     if (keys < 0 || keys > problem.keys) return "kv_lengths must lie between 0 and the number of keys";
     if (k_start < 0) return "k_start must not be negative";
-    if (!in_range(k_start) || !in_range(k_start + problem.keys)) return "key positions must stay below 2^31";
+    if (!in_range(k_start, problem.keys)) return "key positions must stay below 2^31";
     const int64_t q_start = problem.q_start ? problem.q_start[b] : k_start + keys - problem.queries;
-    if (!in_range(q_start) || !in_range(q_start + problem.queries)) return "query positions must stay within the 32-bit range";
+    if (!in_range(q_start, problem.queries)) return "query positions must stay within the 32-bit range";
   }
   return nullptr;
 }
