@@ -14,7 +14,7 @@ STATE = """
 from attn_spec._registry import get_backend
 backend = get_backend({backend!r})
 for engine in backend.engines:
-    print(f'{{engine}}: {{backend.unavailable({device!r}, engine)}}')
+    print(engine, backend.unavailable({device!r}, engine), sep=': ')
 """
 
 
