@@ -21,7 +21,10 @@ def block(language: str) -> str:
     return found[0]
 
 
-CHECK = next(line for line in DOCUMENT.splitlines() if line.startswith("python -m attn_spec check"))
+CHECK, SUITE = (
+    next(line for line in DOCUMENT.splitlines() if line.startswith(start)) for start in ("python -m attn_spec check", "pytest ")
+)
+REFUSAL = "        if reasons:\n            raise UnsupportedProblem(self.name, reasons, problem)\n"
 
 
 def install(folder: Path, code: str) -> None:
@@ -34,10 +37,23 @@ def install(folder: Path, code: str) -> None:
     (metadata / "entry_points.txt").write_text(f"[{group}]\n" + "".join(f"{name} = {value}\n" for name, value in points.items()))
 
 
-def attn_spec(folder: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
+def run(folder: Path, module: str, *arguments: str) -> subprocess.CompletedProcess[str]:
+    """``python -m module`` in ``folder``, which holds the backend."""
     environment = {**os.environ, "PYTHONPATH": str(folder)}
-    command = [sys.executable, "-m", "attn_spec", *arguments]
-    return subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300, check=False)
+    command = [sys.executable, "-m", module, *arguments]
+    return subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, timeout=300, check=False)
+
+
+def attn_spec(folder: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
+    return run(folder, "attn_spec", *arguments)
+
+
+def suite(folder: Path, *tests: str) -> subprocess.CompletedProcess[str]:
+    """The command of the document on some tests of the suite."""
+    _, *arguments = shlex.split(SUITE)
+    place = arguments.index("attn_shared_tests")
+    arguments[place : place + 1] = [f"attn_shared_tests.{test}" for test in tests]
+    return run(folder, "pytest", "-q", "-p", "no:cacheprovider", *arguments)
 
 
 def test_it_is_found_and_passes(tmp_path: Path) -> None:
@@ -70,3 +86,19 @@ def test_what_it_does_not_list_is_refused(tmp_path: Path) -> None:
     result = attn_spec(tmp_path, "check", "--candidate", "mine", "--op", "attention")
     assert result.returncode == 2
     assert "operator attention (supported: joint_attn_av_gemm)" in result.stderr
+
+
+def test_the_suite_passes(tmp_path: Path) -> None:
+    install(tmp_path, block("python"))
+    result = suite(tmp_path, "test_errors", "test_cross_backend::test_bytes_equal_the_reference")
+    assert result.returncode == 0, result.stdout + result.stderr
+    ran = re.search(r"^mine:libm\[cpu\] +(\d+) +(\d+)", result.stdout, re.MULTILINE)
+    assert ran is not None and int(ran[1]) > 1 and int(ran[2]) > 1, result.stdout
+
+
+def test_the_suite_notices_a_backend_that_refuses_nothing(tmp_path: Path) -> None:
+    code = block("python")
+    assert REFUSAL in code
+    install(tmp_path, code.replace(REFUSAL, ""))
+    result = suite(tmp_path, "test_errors::test_capabilities_and_behaviour_agree")
+    assert result.returncode == 1, result.stdout + result.stderr

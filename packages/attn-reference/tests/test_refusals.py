@@ -18,9 +18,9 @@ def qkv() -> tuple[Tensor, Tensor, Tensor]:
     [
         ({"causal": "no"}, TypeError, "causal must be True or False; got 'no'"),
         ({"causal": None}, TypeError, "causal must be True or False; got None"),
-        ({"scale": 1e39}, ValueError, "finite in float32"),
-        ({"scale": 10**400}, ValueError, "finite in float32"),
-        ({"scale": True}, ValueError, "finite in float32"),
+        ({"scale": 1e39}, ValueError, "scale must be a finite number or None; got"),
+        ({"scale": 10**400}, ValueError, "scale must be a finite number or None; got"),
+        ({"scale": True}, ValueError, "scale must be a finite number or None; got"),
         ({"dropout_p": 0.5, "dropout_seed": 1.5}, TypeError, "dropout_seed must be an integer"),
         ({"dropout_p": 0.5, "dropout_seed": True}, TypeError, "dropout_seed must be an integer"),
         ({"dropout_p": 0.5, "dropout_seed": "a"}, TypeError, "dropout_seed must be an integer"),

@@ -23,6 +23,10 @@ ATTENTION = problems.attention(
     heads=8, queries=30, keys=300, with_sinks=True, bias_shape=(1, 8, 1, 300), wrt=(*QKV, "sinks", "bias"), dtype="bfloat16"
 )
 CALLS: dict[str, Call] = {
+    "av": Call(
+        "joint_attn_av_gemm",
+        {"probs": problems.softmax((1, 2, 3, 5)).arrays["scores"], "v": problems.softmax((1, 1, 5, 4)).arrays["scores"]},
+    ),
     "attention": ATTENTION,
     "softmax": problems.softmax((3, 5, 600), gradient=True),
     "joint": problems.joint(text=20, image=40, gradient=True),

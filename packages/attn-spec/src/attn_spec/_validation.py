@@ -160,7 +160,7 @@ def _is_integer_scalar(array: Any) -> bool:
 def _check_options(op: str, options: Mapping[str, Any]) -> None:
     scale = options.get("scale")
     if scale is not None and not _is_finite_float32(scale):
-        raise ValueError(f"{op}: scale must be a number that is finite in float32, or None; got {scale!r}")
+        raise ValueError(f"{op}: scale must be a finite number or None; got {scale!r}")
     for name in ("causal", "return_lse"):
         if not isinstance(options.get(name, False), bool):
             raise TypeError(f"{op}: {name} must be True or False; got {options[name]!r}")
@@ -175,7 +175,8 @@ def _check_options(op: str, options: Mapping[str, Any]) -> None:
         raise ValueError(f"{op}: dropout_p must lie in [0, 1]; got {dropout_p!r}")
     seed = options.get("dropout_seed")
     if seed is not None and not _is_integer(seed) and not _is_integer_scalar(seed):
-        raise TypeError(f"{op}: dropout_seed must be an integer or an integer array of one element; got {seed!r}")
+        found = f"{seed.dtype} {list(seed.shape)}" if hasattr(seed, "dtype") and hasattr(seed, "shape") else repr(seed)
+        raise TypeError(f"{op}: dropout_seed must be an integer or a scalar array of integers; got {found}")
     if seed is not None and _is_integer(seed) and not 0 <= seed < 2**64:
         raise ValueError(f"{op}: dropout_seed must lie in [0, 2**64); got {seed}")
     for name in ("q_start", "k_start"):
