@@ -29,8 +29,8 @@ def info(op: str, name: str, tensor: torch.Tensor | None) -> ArrayInfo | None:
         return None
     if not isinstance(tensor, torch.Tensor):
         raise TypeError(f"{op}: {name} must be a torch.Tensor; got {type(tensor).__name__}")
-    if tensor.layout != torch.strided or tensor.device.type == "meta" or tensor.is_nested:
-        raise TypeError(f"{op}: {name} must be a dense tensor with data; got layout {tensor.layout} on {tensor.device}")
+    if tensor.layout != torch.strided or tensor.is_nested:
+        raise TypeError(f"{op}: {name} must be a dense tensor; got layout {'nested' if tensor.is_nested else tensor.layout}")
     return ArrayInfo(tuple(tensor.shape), dtype_name(tensor.dtype), platform(tensor.device))
 
 
