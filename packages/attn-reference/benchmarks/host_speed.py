@@ -11,12 +11,15 @@ from __future__ import annotations
 import argparse
 import json
 import statistics
+import sys
 import time
 from collections.abc import Callable
+from datetime import UTC, datetime
 from typing import Any
 
 import torch
 from attn_reference._host_kernels import KERNELS, HostKernels, fingerprint
+from attn_spec._environment import environment
 from attn_spec.torch import AttentionInputs
 from torch import Tensor
 
@@ -91,7 +94,9 @@ def main() -> None:
     options = parser.parse_args()
     heads = options.attention_heads
     report = {
-        "torch": torch.__version__,
+        "environment": environment(),
+        "date": datetime.now(UTC).isoformat(timespec="seconds"),
+        "command": " ".join(["python", *sys.argv]),
         "threads": torch.get_num_threads(),
         "variants": HostKernels.variants(),
         "fingerprint": fingerprint(),
