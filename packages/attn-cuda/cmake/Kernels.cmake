@@ -20,8 +20,8 @@ set(kernels
     csrc/products.cu
     csrc/attention_forward.cu
     csrc/attention_decode.cu
-    csrc/attention_delta.cu
-    csrc/attention_sums.cu
+    csrc/attention_query_sums.cu
+    csrc/attention_key_sums.cu
     csrc/attention_bias.cu
     csrc/attention_plan.cu
     csrc/attention_backward.cu)

@@ -44,8 +44,12 @@ extern "C" int attn_cuda_attention_backward_workspace(int device, const attn_cud
   if (problem == nullptr || gradients == nullptr || bytes == nullptr) return ATTN_CUDA_NULL_POINTER;
   if (const int refusal = check_gradients(*problem, *gradients)) return refusal;
   const int64_t rows = problem->heads * problem->queries * (problem->cu_seqlens_q == nullptr ? problem->batch : 1);
-  *bytes = input_bytes(*problem) + copy_bytes(*problem, upstream_input(*problem, *gradients)) + plan_bytes(*problem, 3) +
-           2 * aligned(rows * 4) + aligned(problem->batch * problem->heads * 4);
+  Limits limits;
+  if (const int error = find_limits(device, &limits)) return error;
+  *bytes = input_bytes(*problem) + copy_bytes(*problem, upstream_input(*problem, *gradients)) + plan_bytes(*problem, 2) +
+           2 * aligned(rows * 4) + aligned(problem->batch * problem->heads * 4) +
+           (gradients->dq != nullptr ? query_sum_rows(limits, *problem).bytes : 0) +
+           (gradients->dk != nullptr || gradients->dv != nullptr ? key_sum_keys(limits, *problem, gradients->dout.dtype).bytes : 0);
   return 0;
 }
 
@@ -73,22 +77,20 @@ extern "C" int attn_cuda_attention_backward(int device, void* stream, const attn
 
   Limits limits;
   if (const int error = find_limits(device, &limits)) return error;
-  const PairShape shape = pair_shape(limits, inputs.problem);
-  const int rows_of_delta = delta_rows(limits, inputs);
+  const RowsInWork in_work = query_sum_rows(limits, *problem);
   float* delta = needs_delta ? space.take<float>(rows) : nullptr;
   float* dsink = gradients->dsinks != nullptr ? space.take<float>(rows) : nullptr;
   Blocks blocks;
   if (needs_delta && rows > 0) {
-    if (const int error = plan_rows(*problem, inputs.problem, rows_of_delta, space, stream, &blocks)) return error;
-    if (const int error = launch_delta(inputs, blocks, rows_of_delta, delta, dsink, stream)) return error;
-  }
-  if (gradients->dq != nullptr && rows > 0) {
-    if (const int error = plan_rows(*problem, inputs.problem, shape.edge, space, stream, &blocks)) return error;
-    if (const int error = launch_query_sums(inputs, delta, blocks, shape, gradients->dq, stream)) return error;
+    auto* held = gradients->dq == nullptr ? nullptr : reinterpret_cast<float*>(space.take<char>(in_work.bytes));
+    if (const int error = plan_rows(*problem, inputs.problem, in_work.warps * kWarpRows, space, stream, &blocks)) return error;
+    if (const int error = launch_query_sums(*problem, inputs, in_work, blocks, held, delta, dsink, gradients->dq, stream)) return error;
   }
   if ((gradients->dk != nullptr || gradients->dv != nullptr) && problem->keys * outer * problem->kv_heads > 0) {
-    if (const int error = plan_keys(*problem, inputs.problem, shape.edge, space, stream, &blocks)) return error;
-    if (const int error = launch_key_sums(inputs, delta, blocks, shape, gradients->dk, gradients->dv, stream)) return error;
+    const RowsInWork keys = key_sum_keys(limits, *problem, gradients->dout.dtype);
+    auto* held = reinterpret_cast<float*>(space.take<char>(keys.bytes));
+    if (const int error = plan_keys(*problem, inputs.problem, keys.warps * kWarpRows, space, stream, &blocks)) return error;
+    if (const int error = launch_key_sums(inputs, keys, blocks, held, delta, gradients->dk, gradients->dv, stream)) return error;
   }
   if (gradients->dsinks != nullptr && problem->heads > 0) {
     float* items = space.take<float>(problem->batch * problem->heads);

@@ -13,21 +13,15 @@ struct BackwardInputs {
   const float* row_sum;
 };
 
-// Rows of a block of delta.
-int delta_rows(const Limits& limits, const BackwardInputs& inputs);
+RowsInWork query_sum_rows(const Limits& limits, const attn_cuda_attention& problem);
 
-// Widest column count and rows or keys of a block of the sums over pairs.
-struct PairShape {
-  int width, edge;
-};
-
-PairShape pair_shape(const Limits& limits, const Attention& problem);
-
-int launch_delta(const BackwardInputs& inputs, const Blocks& blocks, int rows, float* delta, float* dsink, void* stream);
+// delta and, where they are wanted, the gradient of each row's sink and dq. `held` is the workspace of `rows`, wanted for dq.
+int launch_query_sums(const attn_cuda_attention& problem, const BackwardInputs& inputs, const RowsInWork& rows, const Blocks& blocks,
+                      float* held, float* delta, float* dsink, void* dq, void* stream);
 int launch_sinks(const Attention& problem, const float* rows, float* items, float* dsinks, void* stream);
-int launch_query_sums(const BackwardInputs& inputs, const float* delta, const Blocks& blocks, PairShape shape, void* dq, void* stream);
-int launch_key_sums(const BackwardInputs& inputs, const float* delta, const Blocks& blocks, PairShape shape, void* dk, void* dv,
-                    void* stream);
+RowsInWork key_sum_keys(const Limits& limits, const attn_cuda_attention& problem, int32_t upstream_dtype);
+int launch_key_sums(const BackwardInputs& inputs, const RowsInWork& keys, const Blocks& blocks, float* held, const float* delta, void* dk,
+                    void* dv, void* stream);
 int launch_bias_sums(const Limits& limits, const BackwardInputs& inputs, const float* delta, float* dbias, const int64_t (&shape)[4],
                      void* stream);
 

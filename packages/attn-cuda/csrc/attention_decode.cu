@@ -33,8 +33,9 @@ __global__ void __launch_bounds__(Warps* kLanes, Warps == 1 ? 1 : 2) tile_kernel
   extern __shared__ float4 storage[];
   __shared__ Work work;
   __shared__ BlockRows<Warps> block;
-  float* stage = reinterpret_cast<float*>(storage);
-  float* queries = stage + attn::kTile * kChunkPitch;
+  using Keys = KeyStage<Warps, kSlots>;
+  const Keys keys{reinterpret_cast<float*>(storage), reinterpret_cast<char*>(storage) + Keys::kFloats * sizeof(float)};
+  float* queries = reinterpret_cast<float*>(keys.raw + Keys::raw_bytes(problem.k.dtype));
   const int64_t in_wave = blockIdx.x / arguments.row_blocks, tile = arguments.first_tile + in_wave;
   share_work(problem, blockIdx.x - in_wave * arguments.row_blocks, arguments.forward.per_item, nullptr, &work);
   block.find(problem, work);
@@ -43,26 +44,30 @@ __global__ void __launch_bounds__(Warps* kLanes, Warps == 1 ? 1 : 2) tile_kernel
   const bool active = any.begin < begin + attn::kTile && any.end > begin;
   const Row own = block.row(row_of_lane());
   const int64_t index = own.head < 0 ? 0 : row_index(problem, work.item, own);
+  const Groups groups = block.warp().groups(begin, kSlots, kLanes);
   float x[kWarpRows][kSlots];
   if (active) {
     load_query_rows<Warps>(problem.q, work.item, block.rows, queries);
-    multiply_rows<Warps>(queries, problem.k, work.item, work.k_base, stage, true, x, [&](int i) { return begin + i; });
+    const auto start = [&](int column) {
+      Keys::Copy::start(problem.k, column, keys.raw, [&](int i) { return key_offset(problem.k, work.item, work.k_base, begin + i); });
+    };
+    start(0);
+    keys.multiply(queries, problem.k, true, groups, x, start, [] {});
     finish_scores(problem, work.item, block, block.warp().covers(begin, attn::kTile), x,
                   [&](int j) { return begin + j * kLanes + lane_id(); });
   }
   if constexpr (!Probabilities) {
-    const attn::RowState state = active ? tile_states(x) : attn::empty_row();
+    const attn::RowState state = active ? tile_states(x, groups) : attn::empty_row();
     if (own.head >= 0 && lane_id() == lane_of_row(row_of_lane())) arguments.states[index * arguments.tiles + tile] = state;
   } else {
+    __shared__ RowConstants constants[Warps * kWarpRows];
     const float max = own.head < 0 ? 0.0f : arguments.forward.row_max[index];
     const Divisor sum = divisor(own.head < 0 ? 1.0f : arguments.forward.row_sum[index]);
+    if (lane_id() == lane_of_row(row_of_lane())) constants[warp_id() * kWarpRows + row_of_lane()] = RowConstants{max, sum};
+    __syncwarp();
+    if (active) probabilities_of(x, [&](int r, int) { return constants[warp_id() * kWarpRows + r]; });
 #pragma unroll
     for (int r = 0; r < kWarpRows; ++r) {
-      const int from = lane_of_row(r);
-      const Divisor row_sum{__shfl_sync(kAllLanes, sum.value, from), __shfl_sync(kAllLanes, sum.reciprocal, from),
-                            __shfl_sync(kAllLanes, sum.correction, from)};
-      const float row_max = __shfl_sync(kAllLanes, max, from);
-      if (active) row_probabilities(x[r], row_max, row_sum);
       const Row row = block.row(r);
       if (row.head < 0) continue;
       float* to = arguments.probs + (row_index(problem, work.item, row) * arguments.wave + in_wave) * attn::kTile + lane_id();
@@ -164,8 +169,9 @@ __global__ void __launch_bounds__(kThreads) values_kernel(const __grid_constant_
              false);
 }
 
-size_t tile_bytes(int columns, int warps) {
-  return sizeof(float) * (attn::kTile * kChunkPitch + static_cast<size_t>(warps) * kWarpRows * padded_columns(columns));
+size_t tile_bytes(int columns, int32_t dtype, int warps) {
+  using Keys = KeyStage<kMostWarps, kSlots>;
+  return Keys::raw_bytes(dtype) + sizeof(float) * (Keys::kFloats + static_cast<size_t>(warps) * kWarpRows * padded_columns(columns));
 }
 
 template <int Warps>
@@ -173,7 +179,7 @@ int launch_tiles(SplitArguments arguments, int64_t tiles, bool probabilities, vo
   const Attention& problem = arguments.forward.problem;
   arguments.forward.per_item = (problem.queries * problem.group + Warps * kWarpRows - 1) / (Warps * kWarpRows);
   arguments.row_blocks = arguments.forward.per_item * problem.batch * problem.kv_heads;
-  const size_t bytes = tile_bytes(problem.q.columns, Warps);
+  const size_t bytes = tile_bytes(problem.q.columns, problem.k.dtype, Warps);
   if (arguments.row_blocks * tiles >= INT32_MAX) return ATTN_CUDA_BAD_SIZE;
   const auto kernel = probabilities ? tile_kernel<Warps, true> : tile_kernel<Warps, false>;
   return launch(kernel, arguments, arguments.row_blocks * tiles, Block{Warps * kLanes, 1, true, false, bytes}, stream);
@@ -190,7 +196,7 @@ Split choose_split(const Limits& limits, const attn_cuda_attention& problem) {
   if (rows > kFewRows && blocks >= limits.processors) return Split{0, 0, 0};
   const int64_t tiles = (problem.keys + 2 * attn::kTile - 2) / attn::kTile;  // wherever the first key lies in its tile
   const int64_t room = kLargestWave / (total_rows(problem) * attn::kTile * 4);
-  const bool many = rows > kFewRows && fits(limits, tile_bytes(static_cast<int>(problem.head_dim), kMostWarps));
+  const bool many = rows > kFewRows && fits(limits, tile_bytes(static_cast<int>(problem.head_dim), problem.k.dtype, kMostWarps));
   return Split{tiles, clamped(room, 1, tiles < kLongestWave ? tiles : kLongestWave), many ? kMostWarps : 1};
 }
 

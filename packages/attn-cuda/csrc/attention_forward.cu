@@ -1,249 +1,229 @@
-// Attention forward in two passes over the keys: row states, then scores again, P and the chains of out. A block owns 64 or 32 rows of one
-// kv head's group.
+// Attention forward in two passes over the keys: row states, then P and the chains of out. A block owns 64 or 32 rows of one kv head's
+// group at a time. The scores of the first pass wait for the second in the workspace, which holds those of a bounded number of tiles of the
+// rows that are in work; where the keys are more, the second pass computes scores again, as many tiles at a time.
+#include "attention_columns.cuh"
 #include "attention_forward.cuh"
 
 namespace attn_cuda {
 namespace {
 
-constexpr int kHalf = attn::kTile / 2;
-constexpr int kHalfPitch = kHalf + 4;  // rows of both half warps are read without a bank conflict
-constexpr int kValueFloats = 8192;     // V staged at a time
-constexpr int kStageFloats = attn::kTile * kChunkPitch;
-static_assert(kValueFloats <= kStageFloats, "keys and values share the stage");
+constexpr int kStageFloats = KeyStage<kMostWarps, kSlots>::kFloats;
+constexpr int kWarpTile = kWarpRows * attn::kTile;  // scores of a warp in one tile
+static_assert(kStagedFloats <= kStageFloats, "keys and values share the stage");
 
-// Outputs of one lane: columns of a few rows of its warp.
-template <int Width>
-struct Columns {
-  static constexpr int kLanesOfRow = Width / 4 < kLanes ? Width / 4 : kLanes;
-  static constexpr int kGroups = kLanes / kLanesOfRow;
-  static constexpr int kOwnRows = kWarpRows / kGroups;
-  static constexpr int kVectors = Width / 4 / kLanesOfRow;
-  static constexpr int kKeys = kValueFloats / Width;
-  // Accumulators wait in shared memory while scores need their registers.
-  static constexpr bool kParks = Width <= 128;
+template <int Width, int Warps>
+using ValueCopy = RowCopy<Warps * kLanes, Columns<Width>::kKeys, Width>;
 
-  __device__ static __forceinline__ int row(int i) { return lane_id() / kLanesOfRow * kOwnRows + i; }
-  __device__ static __forceinline__ int column(int vector) { return (vector * kLanesOfRow + lane_id() % kLanesOfRow) * 4; }
+// Shared memory of a block. P takes the place of the query rows in the second pass.
+struct Memory {
+  float* stage;
+  RowConstants* constants;  // of the warp's rows
+  char* raw;
+  float* queries;
+  float* probs;  // of the warp
 };
 
-template <int Width>
-using Outputs = float[Columns<Width>::kOwnRows][Columns<Width>::kVectors][4];
-
-// out goes on over kKeys keys. `probs` are the warp's rows at those keys. With Select a masked pair has no term even against infinities and
-// NaN.
-template <int Width, bool Select>
-__device__ __forceinline__ void multiply_values(const float* probs, const float* values, Outputs<Width>& out) {
+// Place of the warp's scores of a tile and a step in the block's part of the workspace; one row is attn::kTile after the one before.
+template <int Width, int Warps>
+__device__ __forceinline__ Floats<Columns<Width>::kStepSlots>* held_scores(float* held, int32_t tile, int step) {
   using C = Columns<Width>;
-  const float* own = probs + C::row(0) * kHalfPitch;
-  const float* columns = values + C::column(0);
-#pragma unroll 2
-  for (int key = 0; key < C::kKeys; key += 4) {
-    float4 p[C::kOwnRows];
-#pragma unroll
-    for (int i = 0; i < C::kOwnRows; ++i) p[i] = *reinterpret_cast<const float4*>(own + i * kHalfPitch + key);
-#pragma unroll
-    for (int vector = 0; vector < C::kVectors; ++vector) {
-#pragma unroll
-      for (int step = 0; step < 4; ++step) {
-        const float4 v = *reinterpret_cast<const float4*>(columns + (key + step) * Width + vector * (C::kLanesOfRow * 4));
-#pragma unroll
-        for (int i = 0; i < C::kOwnRows; ++i) {
-          const float weight = step == 0 ? p[i].x : step == 1 ? p[i].y : step == 2 ? p[i].z : p[i].w;
-          float (&o)[4] = out[i][vector];
-          if (Select && is_masked(weight)) continue;
-          o[0] = exact_fma(weight, v.x, o[0]);
-          o[1] = exact_fma(weight, v.y, o[1]);
-          o[2] = exact_fma(weight, v.z, o[2]);
-          o[3] = exact_fma(weight, v.w, o[3]);
-        }
-      }
-    }
-  }
+  float* at = held + (static_cast<int64_t>(tile) * Warps + warp_id()) * kWarpTile + step * C::kKeys + lane_id() * C::kStepSlots;
+  return reinterpret_cast<Floats<C::kStepSlots>*>(at);
 }
 
-// Accumulators of one tile at a time: in registers, or parked in the warp's part of the P buffer while scores are computed.
-template <int Width>
-struct Accumulators {
-  using C = Columns<Width>;
-  Outputs<Width> out;
-
-  __device__ __forceinline__ void clear() {
-#pragma unroll
-    for (int i = 0; i < C::kOwnRows; ++i)
-#pragma unroll
-      for (int vector = 0; vector < C::kVectors; ++vector)
-#pragma unroll
-        for (int c = 0; c < 4; ++c) out[i][vector][c] = 0.0f;
-  }
-
-  __device__ __forceinline__ void park(float* probs) const {
-    auto* at = reinterpret_cast<float4*>(probs) + lane_id();
-#pragma unroll
-    for (int i = 0; i < C::kOwnRows; ++i)
-#pragma unroll
-      for (int vector = 0; vector < C::kVectors; ++vector) {
-        const float (&o)[4] = out[i][vector];
-        at[(i * C::kVectors + vector) * kLanes] = make_float4(o[0], o[1], o[2], o[3]);
-      }
-  }
-
-  __device__ __forceinline__ void unpark(const float* probs) {
-    const auto* at = reinterpret_cast<const float4*>(probs) + lane_id();
-#pragma unroll
-    for (int i = 0; i < C::kOwnRows; ++i)
-#pragma unroll
-      for (int vector = 0; vector < C::kVectors; ++vector) {
-        const float4 four = at[(i * C::kVectors + vector) * kLanes];
-        out[i][vector][0] = four.x;
-        out[i][vector][1] = four.y;
-        out[i][vector][2] = four.z;
-        out[i][vector][3] = four.w;
-      }
-  }
-
-  __device__ __forceinline__ bool has_nan() const {
-    bool nan = false;
-#pragma unroll
-    for (int i = 0; i < C::kOwnRows; ++i)
-#pragma unroll
-      for (int vector = 0; vector < C::kVectors; ++vector)
-#pragma unroll
-        for (int c = 0; c < 4; ++c) nan = nan || attn::is_nan(out[i][vector][c]);
-    return nan;
-  }
-};
-
-// Scores of a tile to P, then the chains of out over its 256 keys, half a tile of P in shared memory at a time.
+// Scores of the tiles in slots [begin, end), kept in the workspace up to `held_end`; returns the states of the rows, each in its lanes.
 template <int Width, int Warps>
-__device__ __forceinline__ void add_tile(const Attention& problem, const Work& work, const Range& any, int32_t tile, bool active,
-                                         bool select, float (&x)[kWarpRows][kSlots], float* stage, float* probs, Outputs<Width>& out) {
+__device__ __forceinline__ attn::RowState score_tiles(const Attention& problem, const Work& work, const BlockRows<Warps>& block,
+                                                      const Memory& memory, int32_t begin, int32_t end, int32_t held_end, float* held) {
   using C = Columns<Width>;
-#pragma unroll
-  for (int half = 0; half < 2; ++half) {
-    if (active) {
-      __syncwarp();
+  using Keys = KeyStage<Warps, kSlots>;
+  const Keys keys{memory.stage, memory.raw};
+  const auto start = [&](int32_t tile, int column) {
+    Keys::Copy::start(problem.k, column, memory.raw, [&](int i) { return key_offset(problem.k, work.item, work.k_base, tile + i); });
+  };
+  attn::RowState state = attn::empty_row();
+  if (begin < end) start(begin, 0);
+#pragma unroll 1
+  for (int32_t tile = begin; tile < end; tile += attn::kTile) {
+    const bool active = block.warp().meets(tile, attn::kTile);
+    const Groups groups = block.warp().groups(tile, kSlots, kLanes);
+    float x[kWarpRows][kSlots];
+    keys.multiply(
+        memory.queries, problem.k, active, groups, x, [&](int column) { start(tile, column); },
+        [&] {
+          if (tile + attn::kTile < end) start(tile + attn::kTile, 0);
+        });
+    if (!active) continue;
+    finish_scores(problem, work.item, block, block.warp().covers(tile, attn::kTile), x,
+                  [&](int j) { return tile + j * kLanes + lane_id(); });
+    if (tile < held_end) {
+      auto* to = held_scores<Width, Warps>(held, (tile - begin) / attn::kTile, 0);
 #pragma unroll
       for (int r = 0; r < kWarpRows; ++r)
 #pragma unroll
-        for (int j = 0; j < kSlots / 2; ++j) probs[r * kHalfPitch + j * kLanes + lane_id()] = x[r][half * (kSlots / 2) + j];
-      __syncwarp();
+        for (int step = 0; step < kSlots / C::kStepSlots; ++step) {
+          Floats<C::kStepSlots> scores;
+#pragma unroll
+          for (int j = 0; j < C::kStepSlots; ++j) scores.values[j] = x[r][step * C::kStepSlots + j];
+          to[(r * attn::kTile + step * C::kKeys) / C::kStepSlots] = scores;
+        }
     }
+    state = merged(state, tile_states(x, groups));
+  }
+  return state;
+}
+
+// The chains of out over the keys in slots [begin, end), whose scores are in the workspace.
+template <int Width, int Warps>
+__device__ __forceinline__ void sum_tiles(const Attention& problem, const Work& work, const BlockRows<Warps>& block, const Memory& memory,
+                                          int32_t begin, int32_t end, float* held, bool select, Outputs<Width>& out) {
+  using C = Columns<Width>;
+  const auto start = [&](int32_t slot) {
+    ValueCopy<Width, Warps>::start(problem.v, 0, memory.raw, [&](int i) { return key_offset(problem.v, work.item, work.v_base, slot + i); });
+  };
+  int32_t slot = max(begin, block.any.begin / C::kKeys * C::kKeys);
+  if (slot < end) start(slot);
 #pragma unroll 1
-    for (int key = 0; key < kHalf; key += C::kKeys) {
-      const int32_t first = tile + half * kHalf + key;
-      if (first >= any.end || first + C::kKeys <= any.begin) continue;
-      __syncthreads();
-      load_rows<Warps * kLanes, C::kKeys, Width>(problem.v, 0, Width, stage,
-                                                 [&](int i) { return key_offset(problem.v, work.item, work.v_base, first + i); });
-      __syncthreads();
-      if (!active) continue;
-      if (select) {
-        multiply_values<Width, true>(probs + key, stage, out);
-      } else {
-        multiply_values<Width, false>(probs + key, stage, out);
+  for (; slot < end; slot += C::kKeys) {
+    const bool active = block.warp().meets(slot, C::kKeys);
+    float x[kWarpRows][C::kStepSlots];
+    if (active) {
+      const auto* from = held_scores<Width, Warps>(held, (slot - begin) / attn::kTile, slot % attn::kTile / C::kKeys);
+#pragma unroll
+      for (int r = 0; r < kWarpRows; ++r) {
+        const Floats<C::kStepSlots> scores = from[r * attn::kTile / C::kStepSlots];
+#pragma unroll
+        for (int j = 0; j < C::kStepSlots; ++j) x[r][j] = scores.values[j];
       }
+    }
+    wait_for_copies();
+    __syncthreads();
+    ValueCopy<Width, Warps>::finish(problem.v.dtype, memory.raw, memory.stage, Width);
+    if (slot + C::kKeys < end) start(slot + C::kKeys);
+    if (active) {
+      probabilities_of(x, [&](int r, int) { return memory.constants[r]; });
+#pragma unroll
+      for (int r = 0; r < kWarpRows; ++r)
+#pragma unroll
+        for (int j = 0; j < C::kStepSlots; ++j) memory.probs[r * C::kPitch + j * kLanes + lane_id()] = x[r][j];
+    }
+    __syncthreads();
+    if (!active) continue;
+    if (select) {
+      multiply_step<Width, true>(memory.probs, memory.stage, out);
+    } else {
+      multiply_step<Width, false>(memory.probs, memory.stage, out);
     }
   }
 }
 
-__device__ __forceinline__ void tile_probabilities(attn::RowState state, float (&x)[kWarpRows][kSlots]) {
-  const Divisor own = divisor(state.sum);
-#pragma unroll
-  for (int r = 0; r < kWarpRows; ++r) {
-    const int from = lane_of_row(r);
-    const Divisor sum{__shfl_sync(kAllLanes, own.value, from), __shfl_sync(kAllLanes, own.reciprocal, from),
-                      __shfl_sync(kAllLanes, own.correction, from)};
-    row_probabilities(x[r], __shfl_sync(kAllLanes, state.max, from), sum);
-  }
+// The sink, the stored state, and what P needs of it.
+template <int Warps>
+__device__ __forceinline__ void finish_states(const ForwardArguments& arguments, const Item& item, const BlockRows<Warps>& block,
+                                              attn::RowState state, RowConstants* constants) {
+  const Row own = block.row(row_of_lane());
+  if (arguments.problem.sinks != nullptr && own.head >= 0) state = merged(state, attn::RowState{arguments.problem.sinks[own.head], 1.0f});
+  if (lane_id() != lane_of_row(row_of_lane())) return;
+  if (own.head >= 0) store_state(arguments, item, own, state);
+  constants[row_of_lane()] = RowConstants{state.max, divisor(state.sum)};
 }
 
 template <int Width, int Warps>
-__device__ __forceinline__ void store_outputs(const ForwardArguments& arguments, const Item& item, const BlockRows<Warps>& block,
-                                              const Outputs<Width>& out) {
-  using C = Columns<Width>;
+__device__ __forceinline__ void attend_rows(const ForwardArguments& arguments, const Work& work, const BlockRows<Warps>& block,
+                                             const Memory& memory, float* held) {
   const Attention& problem = arguments.problem;
-#pragma unroll
-  for (int i = 0; i < C::kOwnRows; ++i) {
-    const Row row = block.row(C::row(i));
-    if (row.head < 0) continue;
-    const int64_t offset = query_result(problem, item, row, problem.value_dim);
-#pragma unroll
-    for (int vector = 0; vector < C::kVectors; ++vector) {
-      const int column = C::column(vector);
-      store_four(arguments.out, arguments.out_dtype, offset + column, out[i][vector], problem.value_dim - column, arguments.vectors);
+  const int32_t first = block.first_tile(), end = block.any.end;
+  float* parked = held + (static_cast<int64_t>(arguments.held_tiles) * Warps + warp_id()) * kWarpTile;
+  bool select = false;
+  int32_t wave = first, in_workspace = -1;
+#pragma unroll 1
+  while (true) {
+    const int32_t wave_end = min(static_cast<int64_t>(end), wave + static_cast<int64_t>(arguments.held_tiles) * attn::kTile);
+    if (wave != in_workspace) {
+      const bool initial = in_workspace < 0;
+      __syncthreads();
+      load_query_rows<Warps>(problem.q, work.item, block.rows, memory.queries);
+      const attn::RowState state = score_tiles<Width>(problem, work, block, memory, wave, initial ? end : wave_end, wave_end, held);
+      if (initial) finish_states(arguments, work.item, block, state, memory.constants);
+      in_workspace = wave;
     }
+    Outputs<Width> out;
+    if (wave == first) {
+      out.clear();
+    } else {
+      out.unpark(parked);
+    }
+    sum_tiles<Width>(problem, work, block, memory, wave, wave_end, held, select, out);
+    if (wave_end < end) {
+      out.park(parked);
+      wave = wave_end;
+      continue;
+    }
+    // A NaN may come from a masked pair's zero product with an infinity or a NaN: then sum again without those terms.
+    if (!__syncthreads_or(out.has_nan()) || select) {
+      store_rows(out, arguments.out, arguments.out_dtype, problem.value_dim, arguments.vectors, [&](int r) {
+        const Row row = block.row(r);
+        return row.head < 0 ? kNoRow : query_result(problem, work.item, row, problem.value_dim);
+      });
+      return;
+    }
+    select = true;
+    wave = first;
   }
 }
 
+// A block takes work after work, in turns of opposite direction, so that heavy and light ones meet.
 template <int Width, int Warps>
 __global__ void __launch_bounds__(Warps* kLanes, Width <= 128 && Warps == kMostWarps ? 2 : 1)
     attention_forward_kernel(const __grid_constant__ ForwardArguments arguments) {
-  using C = Columns<Width>;
-  const Attention& problem = arguments.problem;
   extern __shared__ float4 storage[];
   __shared__ Work work;
   __shared__ BlockRows<Warps> block;
-  float* stage = reinterpret_cast<float*>(storage);
-  float* probs = stage + kStageFloats + warp_id() * kWarpRows * kHalfPitch;
-  float* queries = stage + kStageFloats + Warps * kWarpRows * kHalfPitch;
-  if (!share_work(problem, blockIdx.x, arguments.per_item, arguments.plan, &work)) return;
-  block.find(problem, work);
-  load_query_rows<Warps>(problem.q, work.item, block.rows, queries);
-
-  // Pass 0 finds the row states, pass 1 sums out. A NaN in out may come from a masked pair's zero product with an infinity or a NaN; then
-  // pass 2 sums again without those terms.
-  attn::RowState state = attn::empty_row();
+  auto* constants = reinterpret_cast<RowConstants*>(storage);
+  float* stage = reinterpret_cast<float*>(constants + Warps * kWarpRows);
+  char* raw = reinterpret_cast<char*>(stage + kStageFloats);
+  float* queries = reinterpret_cast<float*>(raw + KeyStage<Warps, kSlots>::raw_bytes(arguments.problem.k.dtype));
+  const Memory memory{stage, constants + warp_id() * kWarpRows, raw, queries, queries + warp_id() * kWarpRows * Columns<Width>::kPitch};
+  float* held = arguments.held + static_cast<int64_t>(blockIdx.x) * (arguments.held_tiles + 1) * Warps * kWarpTile;
 #pragma unroll 1
-  for (int pass = 0; pass < 3; ++pass) {
-    Accumulators<Width> sums;
-    sums.clear();
-    if constexpr (C::kParks) sums.park(probs);
-#pragma unroll 1
-    for (int32_t begin = block.first_tile(); begin < block.any.end; begin += attn::kTile) {
-      const bool active = block.warp().meets(begin, attn::kTile);
-      float x[kWarpRows][kSlots];
-      multiply_rows<Warps>(queries, problem.k, work.item, work.k_base, stage, active, x, [&](int i) { return begin + i; });
-      if (active) {
-        finish_scores(problem, work.item, block, block.warp().covers(begin, attn::kTile), x,
-                      [&](int j) { return begin + j * kLanes + lane_id(); });
-        if (pass == 0) {
-          state = merged(state, tile_states(x));
-        } else {
-          tile_probabilities(state, x);
-        }
-      }
-      if (pass == 0) continue;
-      if constexpr (C::kParks) {
-        Accumulators<Width> parked;
-        parked.unpark(probs);
-        add_tile<Width, Warps>(problem, work, block.any, begin, active, pass == 2, x, stage, probs, parked.out);
-        __syncwarp();
-        parked.park(probs);
-      } else {
-        add_tile<Width, Warps>(problem, work, block.any, begin, active, pass == 2, x, stage, probs, sums.out);
-      }
-    }
-    if (pass == 0) {
-      const Row own = block.row(row_of_lane());
-      if (problem.sinks != nullptr && own.head >= 0) state = merged(state, attn::RowState{problem.sinks[own.head], 1.0f});
-      if (own.head >= 0 && lane_id() == lane_of_row(row_of_lane())) store_state(arguments, work.item, own, state);
-      continue;
-    }
-    if constexpr (C::kParks) sums.unpark(probs);
-    if (__syncthreads_or(sums.has_nan()) && pass == 1) continue;
-    store_outputs<Width, Warps>(arguments, work.item, block, sums.out);
-    break;
+  for (int64_t turn = 0; turn * gridDim.x < arguments.blocks; ++turn) {
+    const int64_t id = turn * gridDim.x + (turn % 2 == 0 ? blockIdx.x : gridDim.x - 1 - blockIdx.x);
+    __syncthreads();
+    if (id >= arguments.blocks || !share_work(arguments.problem, id, arguments.per_item, arguments.plan, &work)) continue;
+    block.find(arguments.problem, work);
+    attend_rows<Width>(arguments, work, block, memory, held);
   }
 }
 
+template <int Width>
 size_t forward_bytes(const Attention& problem, int warps) {
-  return sizeof(float) * (kStageFloats + static_cast<size_t>(warps) * kWarpRows * (kHalfPitch + padded_columns(problem.q.columns)));
+  const int row_floats = max(padded_columns(problem.q.columns), Columns<Width>::kPitch);
+  const size_t rows = static_cast<size_t>(warps) * kWarpRows;
+  return rows * sizeof(RowConstants) + kStageFloats * sizeof(float) + KeyStage<kMostWarps, kSlots>::raw_bytes(problem.k.dtype) +
+         rows * row_floats * sizeof(float);
+}
+
+size_t forward_bytes(const Attention& problem, int warps) {
+  if (problem.value_dim <= 64) return forward_bytes<64>(problem, warps);
+  return problem.value_dim <= 128 ? forward_bytes<128>(problem, warps) : forward_bytes<256>(problem, warps);
+}
+
+RowsInWork forward_rows(const Limits& limits, const attn_cuda_attention& problem) {
+  Attention attention{};
+  attention.q.columns = columns_in_eights(problem.head_dim);
+  attention.k.dtype = problem.k.dtype;
+  attention.value_dim = static_cast<int32_t>(problem.value_dim);
+  const int warps = choose_warps(limits, [&](int count) { return forward_bytes(attention, count); });
+  return rows_in_work(limits, problem, warps, forward_bytes(attention, warps), problem.value_dim <= 128 ? 2 : 1, kWarpTile);
 }
 
 template <int Width>
-int launch_forward(const ForwardArguments& arguments, int64_t blocks, int warps, void* stream) {
-  const auto kernel = warps == kMostWarps ? attention_forward_kernel<Width, kMostWarps> : attention_forward_kernel<Width, kMostWarps / 2>;
-  return launch(kernel, arguments, blocks, Block{warps * kLanes, 1, true, false, forward_bytes(arguments.problem, warps)}, stream);
+int launch_forward(const ForwardArguments& arguments, const RowsInWork& rows, void* stream) {
+  const auto kernel = rows.warps == 8   ? attention_forward_kernel<Width, 8>
+                      : rows.warps == 4 ? attention_forward_kernel<Width, 4>
+                                        : attention_forward_kernel<Width, 2>;
+  const size_t bytes = forward_bytes<Width>(arguments.problem, rows.warps);
+  return launch(kernel, arguments, rows.count, Block{rows.warps * kLanes, 1, true, false, bytes}, stream);
 }
 
 }  // namespace
@@ -258,7 +238,8 @@ extern "C" int attn_cuda_attention_forward_workspace(int device, const attn_cuda
   Limits limits;
   if (const int error = find_limits(device, &limits)) return error;
   const Split split = choose_split(limits, *problem);
-  *bytes = input_bytes(*problem) + plan_bytes(*problem, 1) + split_bytes(*problem, split);
+  *bytes = input_bytes(*problem) + plan_bytes(*problem, 1) +
+           (split.tiles > 0 ? split_bytes(*problem, split) : forward_rows(limits, *problem).bytes);
   return 0;
 }
 
@@ -293,13 +274,16 @@ extern "C" int attn_cuda_attention_forward(int device, void* stream, const attn_
   if (const int error = find_limits(device, &limits)) return error;
   const Split split = choose_split(limits, *problem);
   if (split.tiles > 0) return launch_split(*problem, arguments, split, space, stream);
-  const int warps = fits(limits, forward_bytes(arguments.problem, kMostWarps)) ? kMostWarps : kMostWarps / 2;
+  const RowsInWork in_work = forward_rows(limits, *problem);
   Blocks blocks;
-  if (const int error = plan_rows(*problem, arguments.problem, warps * kWarpRows, space, stream, &blocks)) return error;
+  if (const int error = plan_rows(*problem, arguments.problem, in_work.warps * kWarpRows, space, stream, &blocks)) return error;
   arguments.per_item = blocks.per_item;
   arguments.plan = blocks.plan;
+  arguments.blocks = blocks.count;
+  arguments.held = reinterpret_cast<float*>(space.take<char>(in_work.bytes));
+  arguments.held_tiles = static_cast<int32_t>(in_work.held_tiles);
   if (blocks.count == 0) return 0;
-  if (problem->value_dim <= 64) return launch_forward<64>(arguments, blocks.count, warps, stream);
-  if (problem->value_dim <= 128) return launch_forward<128>(arguments, blocks.count, warps, stream);
-  return launch_forward<256>(arguments, blocks.count, warps, stream);
+  if (problem->value_dim <= 64) return launch_forward<64>(arguments, in_work, stream);
+  if (problem->value_dim <= 128) return launch_forward<128>(arguments, in_work, stream);
+  return launch_forward<256>(arguments, in_work, stream);
 }

@@ -11,8 +11,10 @@ constexpr int kMostWarps = 8;  // of a block; each owns kWarpRows rows
 
 struct ForwardArguments {
   Attention problem;
-  int64_t per_item;
+  int64_t per_item, blocks;
   const int64_t* plan;
+  float* held;  // scores of held_tiles tiles for each block in work, and one more tile to park sums
+  int32_t held_tiles;
   void* out;
   int32_t out_dtype;
   bool vectors;

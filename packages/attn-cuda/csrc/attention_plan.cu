@@ -92,16 +92,14 @@ bool in_range(int64_t size) { return size >= 0 && size < INT32_MAX - 4 * attn::k
 
 int plan_blocks(const attn_cuda_attention& problem, const Attention& attention, int size, bool of_keys, Workspace& space, void* stream,
                 Blocks* blocks) {
-  const int64_t total = of_keys ? problem.keys : problem.queries * attention.group;
+  *blocks = Blocks{count_blocks(problem, size, of_keys), 0, nullptr};
+  if (blocks->count >= INT32_MAX) return ATTN_CUDA_BAD_SIZE;
   if (problem.cu_seqlens_q == nullptr) {
-    blocks->per_item = (total + size - 1) / size;
-    blocks->count = blocks->per_item * problem.batch * problem.kv_heads;
-    blocks->plan = nullptr;
-    return blocks->count < INT32_MAX ? 0 : ATTN_CUDA_BAD_SIZE;
+    blocks->per_item = problem.batch == 0 ? 0 : blocks->count / (problem.batch * problem.kv_heads);
+    return 0;
   }
   int64_t* plan = space.take<int64_t>(problem.batch + 1);
-  *blocks = Blocks{(total / size + problem.batch) * problem.kv_heads, 0, plan};
-  if (blocks->count >= INT32_MAX) return ATTN_CUDA_BAD_SIZE;
+  blocks->plan = plan;
   return launch(plan_kernel, PlanArguments{attention, size, of_keys, plan}, 1, Block{kLanes, 1, true, false, 0}, stream);
 }
 
@@ -124,6 +122,31 @@ int check_attention(const attn_cuda_attention& problem) {
   if (problem.keys > 0 && has_rows && (problem.k.data == nullptr || problem.v.data == nullptr)) return ATTN_CUDA_NULL_POINTER;
   if ((problem.cu_seqlens_q == nullptr) != (problem.cu_seqlens_k == nullptr)) return ATTN_CUDA_NULL_POINTER;
   return 0;
+}
+
+int64_t count_blocks(const attn_cuda_attention& problem, int size, bool of_keys) {
+  const int64_t total = of_keys ? problem.keys : problem.queries * (problem.heads / problem.kv_heads);
+  if (problem.cu_seqlens_q != nullptr) return (total / size + problem.batch) * problem.kv_heads;
+  return (total + size - 1) / size * problem.batch * problem.kv_heads;
+}
+
+RowsInWork rows_in_work(const Limits& limits, const attn_cuda_attention& problem, int warps, size_t shared_bytes, int most_blocks,
+                        int64_t warp_tile) {
+  constexpr int64_t kMostBytes = int64_t{512} << 20;
+  const int rows = warps * kWarpRows;
+  const int64_t resident = limits.processors * blocks_that_fit(limits, shared_bytes, most_blocks);
+  const int64_t blocks = count_blocks(problem, rows, false);
+  RowsInWork in_work{warps, resident < blocks ? resident : blocks, 0, 0};
+  // Slots that a block sees at most: behind a window that is closed on both sides, unless its rows are of several heads.
+  int64_t slots = problem.keys;
+  const int64_t right = problem.causal != 0 ? 0 : problem.window_right;
+  const bool one_head = problem.cu_seqlens_q == nullptr && (problem.queries % rows == 0 || problem.heads == problem.kv_heads);
+  if (problem.window_left >= 0 && right >= 0 && one_head) slots = clamped(problem.window_left + right + rows, 0, slots);
+  const int64_t tiles = (slots + 2 * attn::kTile - 1) / attn::kTile;  // wherever the first one lies in its tile
+  const int64_t tile_bytes = in_work.count * warps * warp_tile * static_cast<int64_t>(sizeof(float));
+  in_work.held_tiles = tile_bytes == 0 ? 1 : clamped(kMostBytes / tile_bytes - 1, 1, tiles);
+  in_work.bytes = aligned(tile_bytes * (in_work.held_tiles + 1));
+  return in_work;
 }
 
 int64_t copy_bytes(const attn_cuda_attention& problem, const Input& input) {

@@ -23,6 +23,22 @@ inline bool fits(const Limits& limits, size_t dynamic_bytes) {
   return dynamic_bytes + kStaticBytes <= static_cast<size_t>(limits.shared_bytes);
 }
 
+// Blocks that a multiprocessor holds at a time, up to `most`. It may have 1 KiB more than a block, and keeps as much for each.
+inline int blocks_that_fit(const Limits& limits, size_t dynamic_bytes, int most) {
+  const size_t block = dynamic_bytes + kStaticBytes + 1024;
+  return static_cast<int>(clamped(static_cast<int64_t>((static_cast<size_t>(limits.shared_bytes) + 1024) / block), 1, most));
+}
+
+// Warps of a block, as many as shared memory allows: `bytes_of(warps)` bytes.
+template <typename BytesOf>
+int choose_warps(const Limits& limits, BytesOf bytes_of) {
+  int warps = 8;
+  while (warps > 2 && !fits(limits, bytes_of(warps))) warps /= 2;
+  return warps;
+}
+
+inline int32_t columns_in_eights(int64_t columns) { return static_cast<int32_t>((columns + 7) / 8 * 8); }
+
 // Hands out pieces of the caller's workspace in order.
 class Workspace {
  public:
@@ -66,6 +82,18 @@ int64_t input_bytes(const attn_cuda_attention& problem);
 
 // Compacts the key mask, copies inputs where needed and fills in the kernels' parameter.
 int prepare(int device, void* stream, const attn_cuda_attention& problem, Workspace& space, Attention* attention);
+
+int64_t count_blocks(const attn_cuda_attention& problem, int size, bool of_keys);
+
+// How kernels that take rows in turns are spread: warps of a block, blocks that are in work, and tiles that the workspace holds for each:
+// `warp_tile` floats a warp. All that the rows see, if this takes no more than 512 MiB in all; whatever the shape, it does not grow beyond.
+struct RowsInWork {
+  int warps;
+  int64_t count, held_tiles, bytes;  // of the workspace, which has room for one more tile
+};
+
+RowsInWork rows_in_work(const Limits& limits, const attn_cuda_attention& problem, int warps, size_t shared_bytes, int most_blocks,
+                        int64_t warp_tile);
 
 // Blocks of `size` rows of each kv head's group, or of `size` logical keys.
 int plan_rows(const attn_cuda_attention& problem, const Attention& attention, int size, Workspace& space, void* stream, Blocks* blocks);

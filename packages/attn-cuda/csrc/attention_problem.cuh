@@ -7,6 +7,8 @@
 
 namespace attn_cuda {
 
+constexpr int kWarpRows = 8;  // query rows that a warp owns, where it owns rows
+
 // Parameter of every attention kernel.
 struct Attention {
   Array q, k, v;

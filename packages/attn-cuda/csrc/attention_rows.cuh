@@ -3,11 +3,13 @@
 // time.
 #pragma once
 
+#include <type_traits>
+
+#include "attention_copy.cuh"
 #include "attention_problem.cuh"
 
 namespace attn_cuda {
 
-constexpr int kWarpRows = 8;
 constexpr int kChunkColumns = 32;
 constexpr int kChunkPitch = 36;  // lanes read 16 bytes of consecutive rows without a bank conflict
 
@@ -18,9 +20,17 @@ __host__ __device__ __forceinline__ int padded_columns(int columns) {
   return (columns + kChunkColumns - 1) / kChunkColumns * kChunkColumns;
 }
 
+// Groups of 32 slots that a warp computes, of the Slots groups that lie `distance` slots apart.
+struct Groups {
+  int begin, end;
+  bool all;
+
+  __device__ __forceinline__ bool has(int j) const { return all || (j >= begin && j < end); }
+};
+
 // acc[r][j] goes on over the 32 columns of one chunk. `rows` are the warp's rows of that chunk, `stage` the keys.
-template <int Slots>
-__device__ __forceinline__ void multiply_chunk(const float* rows, const float* stage, float (&acc)[kWarpRows][Slots]) {
+template <bool All, int Slots>
+__device__ __forceinline__ void multiply_chunk(const float* rows, const float* stage, const Groups& groups, float (&acc)[kWarpRows][Slots]) {
   const float* own = stage + lane_id() * kChunkPitch;
 #pragma unroll 2
   for (int column = 0; column < kChunkColumns; column += 4) {
@@ -29,6 +39,7 @@ __device__ __forceinline__ void multiply_chunk(const float* rows, const float* s
     for (int r = 0; r < kWarpRows; ++r) left[r] = *reinterpret_cast<const float4*>(rows + r * kChunkColumns + column);
 #pragma unroll
     for (int j = 0; j < Slots; ++j) {
+      if (!All && !groups.has(j)) continue;
       const float4 right = *reinterpret_cast<const float4*>(own + j * kLanes * kChunkPitch + column);
 #pragma unroll
       for (int r = 0; r < kWarpRows; ++r) acc[r][j] = exact_fma(left[r].x, right.x, acc[r][j]);
@@ -42,35 +53,61 @@ __device__ __forceinline__ void multiply_chunk(const float* rows, const float* s
   }
 }
 
-// The block's query rows in shared memory, 32 columns at a time: [chunk][row][32].
-template <int Warps>
-__device__ __forceinline__ void load_query_rows(const Array& array, const Item& item, const Row* rows, float* tile) {
+// The block's rows in shared memory, 32 columns at a time: [chunk][row][32]. `offset_of(i)` is the element offset of row i or kNoRow.
+template <int Warps, typename OffsetOf>
+__device__ __forceinline__ void load_own_rows(const Array& array, float* tile, OffsetOf offset_of) {
 #pragma unroll 1
-  for (int column = 0; column < array.columns; column += kChunkColumns) {
-    load_rows<Warps * kLanes, Warps * kWarpRows, kChunkColumns>(
-        array, column, kChunkColumns, tile + column * (Warps * kWarpRows),
-        [&](int i) { return rows[i].head < 0 ? kNoRow : query_offset(array, item, rows[i]); });
-  }
+  for (int column = 0; column < array.columns; column += kChunkColumns)
+    load_rows<Warps * kLanes, Warps * kWarpRows, kChunkColumns>(array, column, kChunkColumns, tile + column * (Warps * kWarpRows), offset_of);
 }
 
-// Chains of the block's query rows with 32 * Slots keys of `array`; `slot_of(i)` is the slot of staged key i. Called by all threads; warps
-// that are not `active` only help to load.
-template <int Warps, int Slots, typename SlotOf>
-__device__ __forceinline__ void multiply_rows(const float* tile, const Array& array, const Item& item, int64_t base, float* stage,
-                                              bool active, float (&acc)[kWarpRows][Slots], SlotOf slot_of) {
-#pragma unroll
-  for (int r = 0; r < kWarpRows; ++r)
-#pragma unroll
-    for (int j = 0; j < Slots; ++j) acc[r][j] = 0.0f;
-#pragma unroll 1
-  for (int column = 0; column < array.columns; column += kChunkColumns) {
-    __syncthreads();
-    load_rows<Warps * kLanes, Slots * kLanes, kChunkColumns>(array, column, kChunkPitch, stage,
-                                                             [&](int i) { return key_offset(array, item, base, slot_of(i)); });
-    __syncthreads();
-    if (active) multiply_chunk(tile + (column * Warps + warp_id() * kChunkColumns) * kWarpRows, stage, acc);
-  }
+template <int Warps>
+__device__ __forceinline__ void load_query_rows(const Array& array, const Item& item, const Row* rows, float* tile) {
+  load_own_rows<Warps>(array, tile, [&](int i) { return rows[i].head < 0 ? kNoRow : query_offset(array, item, rows[i]); });
 }
+
+// Keys in shared memory, 32 columns of 32 * Slots keys at a time, and the next 32 on their way.
+template <int Warps, int Slots>
+struct KeyStage {
+  using Copy = RowCopy<Warps * kLanes, Slots * kLanes, kChunkColumns>;
+  static constexpr int kFloats = Slots * kLanes * kChunkPitch;
+  float* stage;
+  char* raw;
+
+  __host__ __device__ static __forceinline__ size_t raw_bytes(int32_t dtype) {
+    return static_cast<size_t>(Slots * kLanes * kChunkColumns) * (dtype == ATTN_CUDA_FLOAT32 ? 4 : 2);
+  }
+
+  // Chains of the block's query rows with the keys, whose first chunk has been started by `start(0)`; `start(column)` starts another chunk
+  // and `after()` what comes next. Called by all threads; warps that are not `active` only help to load.
+  template <typename Start, typename After>
+  __device__ __forceinline__ void multiply(const float* tile, const Array& array, bool active, const Groups& groups,
+                                           float (&acc)[kWarpRows][Slots], Start start, After after) const {
+#pragma unroll
+    for (int r = 0; r < kWarpRows; ++r)
+#pragma unroll
+      for (int j = 0; j < Slots; ++j) acc[r][j] = 0.0f;
+#pragma unroll 1
+    for (int column = 0; column < array.columns; column += kChunkColumns) {
+      wait_for_copies();
+      __syncthreads();
+      Copy::finish(array.dtype, raw, stage, kChunkPitch);
+      if (column + kChunkColumns < array.columns) {
+        start(column + kChunkColumns);
+      } else {
+        after();
+      }
+      __syncthreads();
+      if (!active) continue;
+      const float* rows = tile + (column * Warps + warp_id() * kChunkColumns) * kWarpRows;
+      if (groups.all) {
+        multiply_chunk<true>(rows, stage, groups, acc);
+      } else {
+        multiply_chunk<false>(rows, stage, groups, acc);
+      }
+    }
+  }
+};
 
 // Combines lanes by a halves tree for each of eight rows; lane 4 r gets row r, as do the three lanes after it.
 template <typename Combine>
@@ -101,6 +138,14 @@ struct WarpRange {
 
   __device__ __forceinline__ bool meets(int32_t begin, int32_t count) const { return any.begin < begin + count && any.end > begin; }
   __device__ __forceinline__ bool covers(int32_t begin, int32_t count) const { return all.begin <= begin && all.end >= begin + count; }
+
+  // Groups that any row sees of those that begin at begin + j * distance.
+  __device__ __forceinline__ Groups groups(int32_t begin, int count, int32_t distance) const {
+    const int32_t first = any.begin - kLanes + 1 - begin, last = any.end - 1 - begin;
+    Groups found{first <= 0 ? 0 : (first + distance - 1) / distance, last < 0 ? 0 : min(count, last / distance + 1), false};
+    found.all = found.begin == 0 && found.end == count;
+    return found;
+  }
 };
 
 // Ranges of the rows of one warp; `own` is the range of the lane's row.
@@ -180,27 +225,45 @@ __device__ __forceinline__ void finish_scores(const Attention& problem, const It
   }
 }
 
-// Scores of one row to P, kMaskedBits where masked. The short division needs numerators in [2^-80, 1] or +0, for which it is exact too.
-template <int Slots>
-__device__ __forceinline__ void row_probabilities(float (&x)[Slots], float row_max, const Divisor& row_sum) {
-  uint32_t smallest = UINT32_MAX, masked = 0;
+// What P of a query row needs, kept in shared memory.
+struct alignas(16) RowConstants {
+  float max;
+  Divisor sum;
+};
+
+// Final scores to P, kMaskedBits where masked; `constants_of(r, j)` belongs to the pair's query row. The short division needs numerators in
+// [2^-80, 1] or +0, for which it is exact too.
+template <int Rows, int Slots, typename ConstantsOf>
+__device__ __forceinline__ void probabilities_of(float (&x)[Rows][Slots], ConstantsOf constants_of) {
+  using Bits = std::conditional_t<Rows * Slots <= 32, uint32_t, uint64_t>;
+  uint32_t smallest = UINT32_MAX;
+  Bits masked = 0;
 #pragma unroll
-  for (int j = 0; j < Slots; ++j) {
-    masked |= (x[j] == attn::negative_infinity() ? 1u : 0u) << j;
-    x[j] = exp_nonpositive(sub(x[j], row_max));
-    smallest = min(smallest, float_to_bits(x[j]) - 1u);
+  for (int r = 0; r < Rows; ++r) {
+#pragma unroll
+    for (int j = 0; j < Slots; ++j) {
+      masked |= static_cast<Bits>(x[r][j] == attn::negative_infinity() ? 1 : 0) << (r * Slots + j);
+      x[r][j] = exp_nonpositive(sub(x[r][j], constants_of(r, j).max));
+      smallest = min(smallest, float_to_bits(x[r][j]) - 1u);
+    }
   }
   if (smallest >= kSmallestNumerator - 1u) {
 #pragma unroll
-    for (int j = 0; j < Slots; ++j) x[j] = quotient(x[j], row_sum);
+    for (int r = 0; r < Rows; ++r)
+#pragma unroll
+      for (int j = 0; j < Slots; ++j) x[r][j] = quotient(x[r][j], constants_of(r, j).sum);
   } else {
 #pragma unroll
-    for (int j = 0; j < Slots; ++j) x[j] = attn::div(x[j], row_sum.value);
+    for (int r = 0; r < Rows; ++r)
+#pragma unroll
+      for (int j = 0; j < Slots; ++j) x[r][j] = attn::div(x[r][j], constants_of(r, j).sum.value);
   }
   if (masked == 0) return;
 #pragma unroll
-  for (int j = 0; j < Slots; ++j)
-    if (masked >> j & 1u) x[j] = masked_value();
+  for (int r = 0; r < Rows; ++r)
+#pragma unroll
+    for (int j = 0; j < Slots; ++j)
+      if (masked >> (r * Slots + j) & 1u) x[r][j] = masked_value();
 }
 
 // State of a row after a later state: attn::merge in the device's arithmetic.
@@ -211,8 +274,8 @@ __device__ __forceinline__ attn::RowState merged(attn::RowState row, attn::RowSt
   return attn::is_live(row) ? attn::RowState{max, sum} : later;
 }
 
-// States of one tile of final scores, the state of row r in the lanes of row r.
-__device__ __forceinline__ attn::RowState tile_states(const float (&x)[kWarpRows][kSlots]) {
+// States of one tile of final scores, the state of row r in the lanes of row r. Scores turn into the terms of the sums.
+__device__ __forceinline__ attn::RowState tile_states(float (&x)[kWarpRows][kSlots], const Groups& groups) {
   float values[kWarpRows];
 #pragma unroll
   for (int r = 0; r < kWarpRows; ++r) {
@@ -222,11 +285,20 @@ __device__ __forceinline__ attn::RowState tile_states(const float (&x)[kWarpRows
   }
   const float max = reduce_lanes(values, [](float a, float b) { return maximum(a, b); });
 #pragma unroll
-  for (int r = 0; r < kWarpRows; ++r) {
-    const float row_max = __shfl_sync(kAllLanes, max, lane_of_row(r));
-    float e[kSlots];
+  for (int r = 0; r < kWarpRows; ++r) values[r] = __shfl_sync(kAllLanes, max, lane_of_row(r));
 #pragma unroll
-    for (int j = 0; j < kSlots; ++j) e[j] = exp_nonpositive(sub(x[r][j], row_max));
+  for (int j = 0; j < kSlots; ++j) {
+    if (groups.has(j)) {
+#pragma unroll
+      for (int r = 0; r < kWarpRows; ++r) x[r][j] = exp_nonpositive(sub(x[r][j], values[r]));
+    } else {
+#pragma unroll
+      for (int r = 0; r < kWarpRows; ++r) x[r][j] = 0.0f;
+    }
+  }
+#pragma unroll
+  for (int r = 0; r < kWarpRows; ++r) {
+    const float(&e)[kSlots] = x[r];
     values[r] = add(add(add(e[0], e[4]), add(e[2], e[6])), add(add(e[1], e[5]), add(e[3], e[7])));
   }
   return attn::RowState{max, reduce_lanes(values, [](float a, float b) { return add(a, b); })};

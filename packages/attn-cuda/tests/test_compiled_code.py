@@ -42,8 +42,8 @@ KERNELS = (
     "products",
     "attention_forward",
     "attention_decode",
-    "attention_delta",
-    "attention_sums",
+    "attention_query_sums",
+    "attention_key_sums",
     "attention_bias",
     "attention_plan",
 )
@@ -52,8 +52,8 @@ DIVIDES = (
     "softmax_backward",
     "attention_forward",
     "attention_decode",
-    "attention_delta",
-    "attention_sums",
+    "attention_query_sums",
+    "attention_key_sums",
     "attention_bias",
 )
 
