@@ -70,6 +70,13 @@ __device__ __forceinline__ Eight gather_eight(const Array& array, int64_t row, i
   return eight;
 }
 
+// One element.
+__device__ __forceinline__ float element(const Array& array, int64_t offset) {
+  if (array.dtype == ATTN_CUDA_FLOAT32) return static_cast<const float*>(array.data)[offset];
+  if (array.dtype == ATTN_CUDA_BFLOAT16) return widened(static_cast<const attn::bfloat16*>(array.data)[offset]);
+  return widened(static_cast<const attn::float16*>(array.data)[offset]);
+}
+
 struct Widened {
   float4 low, high;
 };
@@ -151,35 +158,6 @@ __device__ __forceinline__ void load_rows(const Array& array, int first, int pit
     load_rows_as<attn::float16, Threads, Rows, Columns>(array, first, pitch, to, offset_of);
   }
 }
-
-// Rows of an array with `vectors` on their way to shared memory: loaded into registers before a computation, stored after it.
-template <int Threads, int Rows, int Columns>
-struct RowsInFlight {
-  static constexpr int kPieces = Columns / 8;
-  static constexpr int kEach = Rows * kPieces / Threads;
-  Eight eight[kEach];
-
-  // `offset_of(row)` is the element offset of a row or kNoRow.
-  template <typename OffsetOf>
-  __device__ __forceinline__ void load(const Array& array, int first, OffsetOf offset_of) {
-#pragma unroll
-    for (int i = 0; i < kEach; ++i) {
-      const int piece = i * Threads + static_cast<int>(threadIdx.x);
-      eight[i] = load_eight(array, offset_of(piece / kPieces), first + piece % kPieces * 8);
-    }
-  }
-
-  __device__ __forceinline__ void store(int32_t dtype, float* to, int pitch) const {
-#pragma unroll
-    for (int i = 0; i < kEach; ++i) {
-      const int piece = i * Threads + static_cast<int>(threadIdx.x);
-      const Widened values = widened(eight[i], dtype);
-      auto* at = reinterpret_cast<float4*>(to + piece / kPieces * pitch + piece % kPieces * 8);
-      at[0] = values.low;
-      at[1] = values.high;
-    }
-  }
-};
 
 // Stores up to four neighbours by the zero rule and one conversion; `vectors`: four may be stored at once.
 template <typename T>

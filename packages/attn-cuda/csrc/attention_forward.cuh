@@ -30,10 +30,9 @@ __device__ __forceinline__ void store_state(const ForwardArguments& arguments, c
   arguments.row_sum[index] = state.sum;
 }
 
-// How the tiles are spread: `tiles` of a row (0: not at all), of which P is held for `wave` at a time, and warps of a block.
+// How the tiles are spread: `tiles` of a row (0: not at all), of which the workspace holds `wave` at a time, and rows of a block.
 struct Split {
-  int64_t tiles, wave;
-  int warps;
+  int64_t tiles, wave, block_rows;
 };
 
 Split choose_split(const Limits& limits, const attn_cuda_attention& problem);

@@ -3,8 +3,6 @@
 // time.
 #pragma once
 
-#include <type_traits>
-
 #include "attention_copy.cuh"
 #include "attention_problem.cuh"
 
@@ -78,15 +76,10 @@ struct KeyStage {
     return static_cast<size_t>(Slots * kLanes * kChunkColumns) * (dtype == ATTN_CUDA_FLOAT32 ? 4 : 2);
   }
 
-  // Chains of the block's query rows with the keys, whose first chunk has been started by `start(0)`; `start(column)` starts another chunk
-  // and `after()` what comes next. Called by all threads; warps that are not `active` only help to load.
-  template <typename Start, typename After>
-  __device__ __forceinline__ void multiply(const float* tile, const Array& array, bool active, const Groups& groups,
-                                           float (&acc)[kWarpRows][Slots], Start start, After after) const {
-#pragma unroll
-    for (int r = 0; r < kWarpRows; ++r)
-#pragma unroll
-      for (int j = 0; j < Slots; ++j) acc[r][j] = 0.0f;
+  // use(column) for each chunk in turn, staged. The first has been started by `start(0)`; `start(column)` starts another and `after()` what
+  // comes next. Called by all threads.
+  template <typename Start, typename After, typename Use>
+  __device__ __forceinline__ void each_chunk(const Array& array, Start start, After after, Use use) const {
 #pragma unroll 1
     for (int column = 0; column < array.columns; column += kChunkColumns) {
       wait_for_copies();
@@ -98,14 +91,27 @@ struct KeyStage {
         after();
       }
       __syncthreads();
-      if (!active) continue;
+      use(column);
+    }
+  }
+
+  // Chains of the block's rows in `tile` with the keys; warps that are not `active` only help to load.
+  template <typename Start, typename After>
+  __device__ __forceinline__ void multiply(const float* tile, const Array& array, bool active, const Groups& groups,
+                                           float (&acc)[kWarpRows][Slots], Start start, After after) const {
+#pragma unroll
+    for (int r = 0; r < kWarpRows; ++r)
+#pragma unroll
+      for (int j = 0; j < Slots; ++j) acc[r][j] = 0.0f;
+    each_chunk(array, start, after, [&](int column) {
+      if (!active) return;
       const float* rows = tile + (column * Warps + warp_id() * kChunkColumns) * kWarpRows;
       if (groups.all) {
         multiply_chunk<true>(rows, stage, groups, acc);
       } else {
         multiply_chunk<false>(rows, stage, groups, acc);
       }
-    }
+    });
   }
 };
 
@@ -231,39 +237,36 @@ struct alignas(16) RowConstants {
   Divisor sum;
 };
 
+// Whether every difference x - m is in [kLowestNormal, 0]: its exp is then a normal number and a numerator of the short division.
+constexpr float kLowestNormal = -55.0f;
+
 // Final scores to P, kMaskedBits where masked; `constants_of(r, j)` belongs to the pair's query row. The short division needs numerators in
 // [2^-80, 1] or +0, for which it is exact too.
 template <int Rows, int Slots, typename ConstantsOf>
 __device__ __forceinline__ void probabilities_of(float (&x)[Rows][Slots], ConstantsOf constants_of) {
-  using Bits = std::conditional_t<Rows * Slots <= 32, uint32_t, uint64_t>;
-  uint32_t smallest = UINT32_MAX;
-  Bits masked = 0;
+  float lowest = 0.0f;
+#pragma unroll
+  for (int r = 0; r < Rows; ++r)
+#pragma unroll
+    for (int j = 0; j < Slots; ++j) lowest = minimum(lowest, sub(x[r][j], constants_of(r, j).max));
+  if (lowest >= kLowestNormal) {
+#pragma unroll
+    for (int r = 0; r < Rows; ++r)
+#pragma unroll
+      for (int j = 0; j < Slots; ++j) x[r][j] = quotient(exp_normal(sub(x[r][j], constants_of(r, j).max)), constants_of(r, j).sum);
+    return;
+  }
 #pragma unroll
   for (int r = 0; r < Rows; ++r) {
 #pragma unroll
     for (int j = 0; j < Slots; ++j) {
-      masked |= static_cast<Bits>(x[r][j] == attn::negative_infinity() ? 1 : 0) << (r * Slots + j);
-      x[r][j] = exp_nonpositive(sub(x[r][j], constants_of(r, j).max));
-      smallest = min(smallest, float_to_bits(x[r][j]) - 1u);
+      const bool masked = x[r][j] == attn::negative_infinity();
+      const float e = exp_nonpositive(sub(x[r][j], constants_of(r, j).max));
+      const Divisor sum = constants_of(r, j).sum;
+      const float p = float_to_bits(e) - 1u >= kSmallestNumerator - 1u ? quotient(e, sum) : attn::div(e, sum.value);
+      x[r][j] = masked ? masked_value() : p;
     }
   }
-  if (smallest >= kSmallestNumerator - 1u) {
-#pragma unroll
-    for (int r = 0; r < Rows; ++r)
-#pragma unroll
-      for (int j = 0; j < Slots; ++j) x[r][j] = quotient(x[r][j], constants_of(r, j).sum);
-  } else {
-#pragma unroll
-    for (int r = 0; r < Rows; ++r)
-#pragma unroll
-      for (int j = 0; j < Slots; ++j) x[r][j] = attn::div(x[r][j], constants_of(r, j).sum.value);
-  }
-  if (masked == 0) return;
-#pragma unroll
-  for (int r = 0; r < Rows; ++r)
-#pragma unroll
-    for (int j = 0; j < Slots; ++j)
-      if (masked >> (r * Slots + j) & 1u) x[r][j] = masked_value();
 }
 
 // State of a row after a later state: attn::merge in the device's arithmetic.
@@ -272,6 +275,26 @@ __device__ __forceinline__ attn::RowState merged(attn::RowState row, attn::RowSt
   const float sum = add(mul(row.sum, exp_nonpositive(sub(row.max, max))), mul(later.sum, exp_nonpositive(sub(later.max, max))));
   if (!attn::is_live(later)) return row;
   return attn::is_live(row) ? attn::RowState{max, sum} : later;
+}
+
+// The part of a tile's tree that is within a lane, down to 32 slots.
+__device__ __forceinline__ float tile_tree(const float (&e)[kSlots]) {
+  return add(add(add(e[0], e[4]), add(e[2], e[6])), add(add(e[1], e[5]), add(e[3], e[7])));
+}
+
+// State of one row's tile of final scores.
+__device__ __forceinline__ attn::RowState tile_state(float (&x)[kSlots]) {
+  float max = maximum(x[0], x[1]);
+#pragma unroll
+  for (int j = 2; j < kSlots; ++j) max = maximum(max, x[j]);
+#pragma unroll
+  for (int distance = 16; distance >= 1; distance /= 2) max = maximum(max, __shfl_xor_sync(kAllLanes, max, distance));
+#pragma unroll
+  for (int j = 0; j < kSlots; ++j) x[j] = exp_nonpositive(sub(x[j], max));
+  float sum = tile_tree(x);
+#pragma unroll
+  for (int distance = 16; distance >= 1; distance /= 2) sum = add(sum, __shfl_xor_sync(kAllLanes, sum, distance));
+  return attn::RowState{max, sum};
 }
 
 // States of one tile of final scores, the state of row r in the lanes of row r. Scores turn into the terms of the sums.
@@ -286,21 +309,33 @@ __device__ __forceinline__ attn::RowState tile_states(float (&x)[kWarpRows][kSlo
   const float max = reduce_lanes(values, [](float a, float b) { return maximum(a, b); });
 #pragma unroll
   for (int r = 0; r < kWarpRows; ++r) values[r] = __shfl_sync(kAllLanes, max, lane_of_row(r));
+  float lowest = 0.0f;
 #pragma unroll
-  for (int j = 0; j < kSlots; ++j) {
-    if (groups.has(j)) {
+  for (int r = 0; r < kWarpRows; ++r)
 #pragma unroll
-      for (int r = 0; r < kWarpRows; ++r) x[r][j] = exp_nonpositive(sub(x[r][j], values[r]));
-    } else {
+    for (int j = 0; j < kSlots; ++j) {
+      x[r][j] = sub(x[r][j], values[r]);
+      lowest = minimum(lowest, x[r][j]);
+    }
+  if (__all_sync(kAllLanes, lowest >= kLowestNormal)) {
 #pragma unroll
-      for (int r = 0; r < kWarpRows; ++r) x[r][j] = 0.0f;
+    for (int r = 0; r < kWarpRows; ++r)
+#pragma unroll
+      for (int j = 0; j < kSlots; ++j) x[r][j] = exp_normal(x[r][j]);
+  } else {
+#pragma unroll
+    for (int j = 0; j < kSlots; ++j) {
+      if (groups.has(j)) {
+#pragma unroll
+        for (int r = 0; r < kWarpRows; ++r) x[r][j] = exp_nonpositive(x[r][j]);
+      } else {
+#pragma unroll
+        for (int r = 0; r < kWarpRows; ++r) x[r][j] = 0.0f;
+      }
     }
   }
 #pragma unroll
-  for (int r = 0; r < kWarpRows; ++r) {
-    const float(&e)[kSlots] = x[r];
-    values[r] = add(add(add(e[0], e[4]), add(e[2], e[6])), add(add(e[1], e[5]), add(e[3], e[7])));
-  }
+  for (int r = 0; r < kWarpRows; ++r) values[r] = tile_tree(x[r]);
   return attn::RowState{max, reduce_lanes(values, [](float a, float b) { return add(a, b); })};
 }
 
