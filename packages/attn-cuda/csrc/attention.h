@@ -79,7 +79,8 @@ typedef struct {
   int64_t dbias_shape[4];
 } attn_cuda_attention_gradients;
 
-// Bytes of workspace, 16-byte aligned device memory, O(S + T) for each batch item and head.
+// Bytes of workspace, 16-byte aligned device memory: O(S + T) for each batch item and head, copies of inputs that are not laid out for
+// 16-byte accesses, and numbers of pairs of the rows in work: at most 512 MiB, and for dk and dv 64 KiB a resident warp besides.
 int attn_cuda_attention_forward_workspace(int device, const attn_cuda_attention* problem, int64_t* bytes);
 int attn_cuda_attention_backward_workspace(int device, const attn_cuda_attention* problem, const attn_cuda_attention_gradients* gradients,
                                            int64_t* bytes);

@@ -3,6 +3,8 @@
 // time.
 #pragma once
 
+#include <type_traits>
+
 #include "attention_copy.cuh"
 #include "attention_problem.cuh"
 
@@ -256,17 +258,34 @@ __device__ __forceinline__ void probabilities_of(float (&x)[Rows][Slots], Consta
       for (int j = 0; j < Slots; ++j) x[r][j] = quotient(exp_normal(sub(x[r][j], constants_of(r, j).max)), constants_of(r, j).sum);
     return;
   }
+  using Bits = std::conditional_t<Rows * Slots <= 32, uint32_t, uint64_t>;
+  uint32_t smallest = UINT32_MAX;
+  Bits masked = 0;
 #pragma unroll
   for (int r = 0; r < Rows; ++r) {
 #pragma unroll
     for (int j = 0; j < Slots; ++j) {
-      const bool masked = x[r][j] == attn::negative_infinity();
-      const float e = exp_nonpositive(sub(x[r][j], constants_of(r, j).max));
-      const Divisor sum = constants_of(r, j).sum;
-      const float p = float_to_bits(e) - 1u >= kSmallestNumerator - 1u ? quotient(e, sum) : attn::div(e, sum.value);
-      x[r][j] = masked ? masked_value() : p;
+      masked |= static_cast<Bits>(x[r][j] == attn::negative_infinity() ? 1 : 0) << (r * Slots + j);
+      x[r][j] = exp_nonpositive(sub(x[r][j], constants_of(r, j).max));
+      smallest = min(smallest, float_to_bits(x[r][j]) - 1u);
     }
   }
+  if (smallest >= kSmallestNumerator - 1u) {
+#pragma unroll
+    for (int r = 0; r < Rows; ++r)
+#pragma unroll
+      for (int j = 0; j < Slots; ++j) x[r][j] = quotient(x[r][j], constants_of(r, j).sum);
+  } else {
+#pragma unroll
+    for (int r = 0; r < Rows; ++r)
+#pragma unroll
+      for (int j = 0; j < Slots; ++j) x[r][j] = attn::div(x[r][j], constants_of(r, j).sum.value);
+  }
+#pragma unroll
+  for (int r = 0; r < Rows; ++r)
+#pragma unroll
+    for (int j = 0; j < Slots; ++j)
+      if (masked >> (r * Slots + j) & 1u) x[r][j] = masked_value();
 }
 
 // State of a row after a later state: attn::merge in the device's arithmetic.
