@@ -12,7 +12,7 @@ import json
 import sys
 import time
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import numpy as np
@@ -20,7 +20,7 @@ from attn_spec import Backend, Call, UnsupportedProblem
 from attn_spec._compare import Difference, difference, digest
 from attn_spec._contract import CONTRACTS, default_contract
 from attn_spec._registry import get_backend, installed, load
-from attn_spec.testing.cases import CASES
+from attn_spec.testing.cases import CASES, Sample
 from captured import Captured
 from report import Row, table, write
 
@@ -115,7 +115,7 @@ def record(
         verdict = compare(shared, found, expected)
         job.add(
             op=call.op,
-            contract=default_contract(call.op, dtype, 1, runner.device),
+            contract=call.contract or default_contract(call.op, dtype, 1, runner.device),
             direction=direction,
             dtype=dtype,
             case=case,
@@ -137,32 +137,44 @@ def run_samples(job: Job, case: Captured, definition: Runner) -> dict[str, dict[
     kept: dict[str, dict[str, np.ndarray]] = {}
     for dtype in case.dtypes:
         for sample in case.sample_calls(dtype, definition.evaluate):
-            call = sample.call
-            start = time.perf_counter()
-            expected = definition.evaluate(call)
-            seconds = time.perf_counter() - start
-            job.say(f"{case.name} {call.op} {sample.dtype} sample ({sample.fraction:.2%}): {seconds:.1f} s by the definition")
-            if call.op in ("attention", "attention_varlen"):
-                kept[dtype] = expected
-            for runner in job.runners:
-                if (runner.name, runner.device) == (definition.name, definition.device):
-                    continue
-                if not runner.supports(call.op):
-                    continue
+            for call in under_each_contract(sample.call, sample.dtype):
                 start = time.perf_counter()
-                try:
-                    found = runner.evaluate(call)
-                except UnsupportedProblem as refusal:
-                    refuse(job, runner, case.name, call, sample.dtype, sample.fraction, refusal)
-                    continue
+                expected = definition.evaluate(call)
                 seconds = time.perf_counter() - start
-                record(job, runner, case.name, call, sample.dtype, sample.fraction, seconds, found, expected, definition.name)
+                name = f"{call.op}{'' if call.contract is None else f' {call.contract}'} {sample.dtype}"
+                job.say(f"{case.name} {name} sample ({sample.fraction:.2%}): {seconds:.1f} s by the definition")
+                if call.op in ("attention", "attention_varlen"):
+                    kept[dtype] = expected
+                run_sample(job, case.name, call, sample, definition, expected)
     return kept
+
+
+def under_each_contract(call: Call, dtype: str) -> Iterator[Call]:
+    """The call under the default contract, then under every other one that covers its operator."""
+    yield call
+    default = default_contract(call.op, dtype, 1, "cpu")
+    yield from (replace(call, contract=name) for name, other in CONTRACTS.items() if name != default and call.op in other.operators)
+
+
+def run_sample(job: Job, case: str, call: Call, sample: Sample, definition: Runner, expected: Mapping[str, np.ndarray]) -> None:
+    """Every engine that has the operator on one call."""
+    for runner in job.runners:
+        if (runner.name, runner.device) == (definition.name, definition.device) or not runner.supports(call.op):
+            continue
+        start = time.perf_counter()
+        try:
+            found = runner.evaluate(call)
+        except UnsupportedProblem as refusal:
+            refuse(job, runner, case, call, sample.dtype, sample.fraction, refusal)
+            continue
+        seconds = time.perf_counter() - start
+        record(job, runner, case, call, sample.dtype, sample.fraction, seconds, found, expected, definition.name)
 
 
 def refuse(job: Job, runner: Runner, case: str, call: Call, dtype: str, fraction: float, refusal: UnsupportedProblem) -> None:
     job.add(
         op=call.op,
+        contract=call.contract or default_contract(call.op, dtype, 1, runner.device),
         dtype=dtype,
         case=case,
         fraction=fraction,

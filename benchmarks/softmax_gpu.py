@@ -1,171 +1,212 @@
-"""Joint-softmax bandwidth on one GPU: attn_cuda, attn_triton and torch.softmax beside a plain copy, in one process, interleaved, medians.
+"""Joint-softmax bandwidth on one GPU: every attn backend and contract beside torch.softmax, QuACK, Liger and a plain copy.
 
-Bytes of every attn backend are compared before anything is timed; a difference ends the run with exit code 1. Bandwidth counts what
-must move: forward one read and one write, backward two reads and one write. Torch's softmax has other bits, and its backward reads the
-probabilities instead of the scores.
+One process, interleaved rounds, medians, a cold L2 cache. Before anything is timed, the bytes of the attn backends are compared with each
+other on all rows and with the host kernels on the first and last rows; one that differs is not timed, and the run ends with exit code 1. A
+peer whose result is not near torch's is refused. Bandwidth counts what must move: forward one read and one write, backward two reads and
+one write.
 
-    python benchmarks/softmax_gpu.py --output softmax.json [--rounds 30] [--cases 110592x4608,24x4608] [--dtypes float32,bfloat16]
+    python benchmarks/softmax_gpu.py --output softmax.json [--rounds 20] [--cases 110592x4608,24x4608] [--dtypes float32,bfloat16]
 """
 
 from __future__ import annotations
 
-import argparse
-import importlib
-import json
-import platform
 import statistics
-import sys
 from collections.abc import Callable
-from datetime import UTC, datetime
-from pathlib import Path
+from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
-import attn_spec
+import measuring
 import torch
+from attn_spec import get_op
+from attn_spec._contract import CONTRACTS
+from measuring import Call, Report, demand_same_bytes, durations, flush_buffer, interleaved, usable
 from torch import Tensor
 
+OPERATOR = "joint_attn_softmax"
 CASES = "110592x4608,110592x6544,110592x7401,24x4608"
 FILL = 0.85
 """Share of the free memory that a case may take; rows are cut to fit."""
+CHECKED = 32
+"""Rows at each end that the host kernels compute too."""
+NEAR = 2.0**-7
+"""Largest difference of a peer's probabilities and gradients from torch's; scores have a deviation of 3, cotangents of 1."""
 
 
-def fitted(rows: int, keys: int, dtype: torch.dtype, device: torch.device) -> int:
-    """Rows of the case that fit: scores, probs, cotangent, gradient and one more result for the comparison."""
-    free, _ = torch.cuda.mem_get_info(device)
-    return max(1, min(rows, int(free * FILL) // (5 * keys * dtype.itemsize)))
+@dataclass(frozen=True)
+class Contender:
+    """A differentiable softmax over the last axis of [rows, keys]. Those of one contract have the same bytes."""
+
+    name: str
+    softmax: Callable[[Tensor], Tensor]
+    contract: str | None = None
 
 
-def backends() -> tuple[dict[str, str], dict[str, str]]:
-    """Import names that run on CUDA here, and the reasons of those that do not."""
-    usable, refused = {}, {}
-    for name in ("attn_cuda", "attn_triton"):
-        try:
-            reason = importlib.import_module(f"{name}.backend").BACKEND.unavailable("cuda")
-        except ImportError as error:
-            reason = f"not importable: {error}"
-        (refused if reason else usable)[name] = reason or ""
-    return usable, refused
-
-
-def calls(name: str, scores: Tensor, dprobs: Tensor) -> dict[str, Callable[[], Tensor]]:
-    """Forward and backward of one contender as calls without autograd, so that each launches its kernels only."""
-    if name == "copy":
-        out = torch.empty_like(scores)
-        return {"forward": lambda: out.copy_(scores), "backward": lambda: torch.add(scores, dprobs, out=out)}
-    if name == "torch.softmax":
-        probs = torch.softmax(scores, -1)
-        return {
-            "forward": lambda: torch.softmax(scores, -1),
-            "backward": lambda: torch.ops.aten._softmax_backward_data(dprobs, probs, -1, scores.dtype),
-        }
-    ops = getattr(torch.ops, name)
-    _, row_max, row_sum = ops.joint_attn_softmax(scores, None, scores.dtype)
-    return {
-        "forward": lambda: ops.joint_attn_softmax(scores, None, scores.dtype)[0],
-        "backward": lambda: ops.joint_attn_softmax_backward(dprobs, scores, None, row_max, row_sum),
-    }
-
-
-def same_bytes(a: Tensor, b: Tensor) -> bool:
-    """Equality as integers, a slab at a time to bound the memory for the comparison."""
-    kind = torch.int32 if a.dtype == torch.float32 else torch.int16
-    return a.shape == b.shape and all(torch.equal(x, y) for x, y in zip(a.view(kind).split(4096), b.view(kind).split(4096), strict=True))
-
-
-def timed(call: Callable[[], Tensor], flush: Tensor) -> float:
-    """Milliseconds of one call with a cold L2 cache."""
-    flush.zero_()
-    start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-    start.record()
-    result = call()
-    end.record()
-    end.synchronize()
-    del result
-    return start.elapsed_time(end)
-
-
-def run_case(
-    rows: int, keys: int, dtype: torch.dtype, names: list[str], rounds: int, device: torch.device, flush: Tensor
-) -> list[dict[str, Any]]:
-    """Rows of the report for one shape and dtype: medians of interleaved rounds for every contender and direction."""
-    taken = fitted(rows, keys, dtype, device)
-    generator = torch.Generator(device).manual_seed(keys)
-    scores = (torch.randn(taken, keys, generator=generator, device=device) * 3).to(dtype)
-    dprobs = torch.randn(taken, keys, generator=generator, device=device).to(dtype)
-    found: list[dict[str, Any]] = []
-    for direction, tensors in (("forward", 2), ("backward", 3)):
-        chosen = {name: calls(name, scores, dprobs)[direction] for name in names}
-        ours = [name for name in names if name.startswith("attn_")]
-        if ours:
-            wanted = chosen[ours[0]]()
-            for name in ours[1:]:
-                if not same_bytes(chosen[name](), wanted):
-                    raise SystemExit(f"{name} and {ours[0]} differ: {direction} {taken}x{keys} {dtype}; nothing was timed")
-            del wanted
-        times: dict[str, list[float]] = {name: [] for name in chosen}
-        for call in chosen.values():
-            for _ in range(3):
-                timed(call, flush)
-        for _ in range(rounds):
-            for name, call in chosen.items():
-                times[name].append(timed(call, flush))
-        copy = statistics.median(times["copy"])
-        for name, samples in times.items():
-            median = statistics.median(samples)
-            found.append(
-                {
-                    "case": f"{rows}x{keys}",
-                    "rows": taken,
-                    "keys": keys,
-                    "dtype": str(dtype).removeprefix("torch."),
-                    "direction": direction,
-                    "contender": name,
-                    "median_ms": median,
-                    "min_ms": min(samples),
-                    "terabytes_per_second": tensors * taken * keys * dtype.itemsize / median / 1e9,
-                    "of_copy": copy / median,
-                    "byte_equal_to": ours[0] if name in ours else None,
-                }
-            )
-            rate = found[-1]["terabytes_per_second"]
-            print(f"{rows}x{keys} ({taken} rows) {dtype} {direction} {name}: {median:.4f} ms, {rate:.2f} TB/s", flush=True)
+def ours(report: Report) -> list[Contender]:
+    """Every attn backend under every contract that covers the operator."""
+    found = []
+    for contract, stated in CONTRACTS.items():
+        if OPERATOR not in stated.operators:
+            continue
+        for name in usable(OPERATOR, contract, report):
+            op = get_op(OPERATOR, device="cuda", backend=name, contract=contract)
+            found.append(Contender(f"{name} {contract}", partial(op, contract=contract), contract))
     return found
 
 
+def peers(report: Report) -> list[Contender]:
+    """torch, and QuACK and Liger where they are installed."""
+    found = [Contender("torch.softmax", lambda x: torch.softmax(x, -1))]
+    try:
+        from quack.softmax import softmax
+    except ImportError as error:
+        report.refuse("quack", f"not importable: {error}")
+    else:
+        found.append(Contender("quack", softmax))
+    try:
+        from liger_kernel.ops.softmax import LigerSoftmaxFunction
+    except ImportError as error:
+        report.refuse("liger", f"not importable: {error}")
+    else:
+        found.append(Contender("liger", LigerSoftmaxFunction.apply))
+    return found
+
+
+def fitted(rows: int, keys: int, dtype: torch.dtype, device: torch.device, contenders: int) -> int:
+    """Rows of the case that fit: inputs, results to compare with and in flight (11), and what each contender keeps for its backward."""
+    free, _ = torch.cuda.mem_get_info(device)
+    return max(1, min(rows, int(free * FILL) // ((11 + contenders) * keys * dtype.itemsize)))
+
+
+@dataclass(frozen=True)
+class Prepared:
+    """One contender on one case: both directions as calls that only launch kernels, and one result of each."""
+
+    calls: dict[str, Call]
+    results: dict[str, Tensor]
+
+
+def prepared(contender: Contender, scores: Tensor, dprobs: Tensor) -> Prepared:
+    leaf = scores.detach().requires_grad_()
+    probs = contender.softmax(leaf)
+
+    def forward() -> Tensor:
+        with torch.no_grad():
+            return contender.softmax(scores)
+
+    def backward() -> Tensor:
+        return torch.autograd.grad(probs, leaf, dprobs, retain_graph=True)[0]
+
+    return Prepared({"forward": forward, "backward": backward}, {"forward": probs.detach(), "backward": backward()})
+
+
+def copies(scores: Tensor, dprobs: Tensor) -> dict[str, Call]:
+    """Plain kernels that move the bytes of each direction."""
+    out = torch.empty_like(scores)
+    return {"forward": lambda: out.copy_(scores), "backward": lambda: torch.add(scores, dprobs, out=out)}
+
+
+def distance(found: Tensor, wanted: Tensor) -> float:
+    """Largest absolute difference over the first rows; NaN when there is one."""
+    return float((found[:1024].float() - wanted[:1024].float()).abs().max())
+
+
+def ends(tensor: Tensor) -> Tensor:
+    """The first and the last rows, on the host."""
+    return torch.cat([tensor[:CHECKED], tensor[-CHECKED:]]).cpu()
+
+
+def check_against_host(contract: str, scores: Tensor, dprobs: Tensor, results: dict[str, Tensor], what: str) -> None:
+    import attn_reference
+
+    leaf = ends(scores).requires_grad_()
+    probs = attn_reference.joint_attn_softmax(leaf, contract=contract)
+    (dscores,) = torch.autograd.grad(probs, leaf, ends(dprobs))
+    found = {"the GPU": [ends(results["forward"]), ends(results["backward"])], "the host kernels": [probs.detach(), dscores]}
+    demand_same_bytes(found, what)
+
+
+def checked(contenders: list[Contender], scores: Tensor, dprobs: Tensor, what: str, report: Report) -> dict[str, dict[str, Call]]:
+    """Calls of the contenders that run the case and are right on it. Results are freed one by one, so few are held at once."""
+    found: dict[str, dict[str, Call]] = {}
+    first: dict[str, dict[str, Tensor]] = {}
+    wanted = prepared(Contender("torch", lambda x: torch.softmax(x, -1)), scores, dprobs).results
+    for contender in contenders:
+        label = f"{contender.name} {what}"
+        with report.guarded(label):
+            if contender.contract is None:
+                reason, calls = peer(contender, scores, dprobs, wanted)
+                if reason is not None:
+                    report.refuse(label, reason)
+                    continue
+            else:
+                ready = prepared(contender, scores, dprobs)
+                if contender.contract in first:
+                    for direction, tensor in ready.results.items():
+                        demand_same_bytes(
+                            {"the first": [first[contender.contract][direction]], contender.name: [tensor]}, f"{what} {direction}"
+                        )
+                else:
+                    check_against_host(contender.contract, scores, dprobs, ready.results, what)
+                    first[contender.contract] = ready.results
+                calls = ready.calls
+            found[contender.name] = calls
+    return found
+
+
+def peer(contender: Contender, scores: Tensor, dprobs: Tensor, wanted: dict[str, Tensor]) -> tuple[str | None, dict[str, Call]]:
+    """Why a peer is refused on the case, or None, and its calls."""
+    try:
+        ready = prepared(contender, scores, dprobs)
+    except Exception as error:  # a peer may raise anything on a shape that it does not run
+        return f"{type(error).__name__}: {str(error).partition(chr(10))[0]}", {}
+    worst = max(distance(ready.results[direction], wanted[direction]) for direction in wanted)
+    return (None if worst <= NEAR else f"its result is {worst:.3g} away from torch's"), ready.calls
+
+
+def run_case(rows: int, keys: int, dtype: torch.dtype, contenders: list[Contender], report: Report, rounds: int, flush: Tensor) -> None:
+    case, kind = f"{rows}x{keys}", str(dtype).removeprefix("torch.")
+    device = flush.device
+    taken = fitted(rows, keys, dtype, device, len(contenders))
+    generator = torch.Generator(device).manual_seed(keys)
+    scores = (torch.randn(taken, keys, generator=generator, device=device) * 3).to(dtype)
+    dprobs = torch.randn(taken, keys, generator=generator, device=device).to(dtype)
+    ready = checked(contenders, scores, dprobs, f"{case} {kind}", report)
+    ready["copy"] = copies(scores, dprobs)
+    for direction, tensors in (("forward", 2), ("backward", 3)):
+        times = interleaved({name: calls[direction] for name, calls in ready.items()}, rounds, flush)
+        copy = statistics.median(times["copy"])
+        for name, samples in times.items():
+            row: dict[str, Any] = {"case": case, "rows": taken, "keys": keys, "dtype": kind, "direction": direction, "contender": name}
+            row |= durations(samples)
+            row["terabytes_per_second"] = tensors * taken * keys * dtype.itemsize / row["median_ms"] / 1e9
+            row["of_copy"] = copy / row["median_ms"]
+            report.add(row, f"{row['terabytes_per_second']:6.2f} TB/s {row['of_copy']:5.2f} of copy, {kind}")
+    for name in sorted(ready.keys() - {"copy", "torch.softmax"}):
+        report.compare(name, "torch.softmax", dtype=kind)
+    for contract in {contender.contract for contender in contenders if contender.contract}:
+        report.compare(f"attn_triton {contract}", f"attn_cuda {contract}", dtype=kind)
+
+
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--output", type=Path, required=True)
-    parser.add_argument("--rounds", type=int, default=30)
+    parser = measuring.options(__doc__, rounds=20)
     parser.add_argument("--cases", default=CASES, help="ROWSxKEYS, comma separated")
     parser.add_argument("--dtypes", default="float32,bfloat16")
     options = parser.parse_args()
-    if not torch.cuda.is_available():
-        raise SystemExit("softmax_gpu: no CUDA device")
-    device = torch.device("cuda", torch.cuda.current_device())
-    usable, refused = backends()
-    names = [*usable, "torch.softmax", "copy"]
-    flush = torch.empty(512 * 2**20, dtype=torch.uint8, device=device)
-    results: list[dict[str, Any]] = []
-    for case in options.cases.split(","):
-        rows, keys = (int(part) for part in case.split("x"))
-        for dtype in options.dtypes.split(","):
-            results += run_case(rows, keys, getattr(torch, dtype), names, options.rounds, device, flush)
-            torch.cuda.empty_cache()
-    environment = {
-        "date": datetime.now(UTC).isoformat(timespec="seconds"),
-        "command": " ".join([Path(sys.executable).name, *sys.argv]),
-        "device": torch.cuda.get_device_name(device),
-        "capability": ".".join(str(part) for part in torch.cuda.get_device_capability(device)),
-        "python": platform.python_version(),
-        "torch": torch.__version__,
-        "cuda": torch.version.cuda,
-        "attn_spec": attn_spec.__version__,
-        "fingerprints": {name: importlib.import_module(f"{name}.backend").BACKEND.fingerprint("cuda") for name in usable},
-        "refused": refused,
-        "rounds": options.rounds,
-        "method": "interleaved rounds, L2 flushed before each call, CUDA events, median",
-    }
-    options.output.write_text(json.dumps({"environment": environment, "results": results}, indent=1) + "\n")
+    device = measuring.cuda_device("softmax_gpu")
+    method = "interleaved rounds, L2 flushed before each call, CUDA events, medians; bytes compared before timing"
+    report = Report(options.output, method, options.seconds)
+    contenders = [*ours(report), *peers(report)]
+    flush = flush_buffer(device)
+    for dtype in options.dtypes.split(","):
+        for case in options.cases.split(","):
+            if report.has_time(f"{case} {dtype}"):
+                rows, keys = (int(part) for part in case.split("x"))
+                with report.guarded(f"{case} {dtype}"):
+                    run_case(rows, keys, getattr(torch, dtype), contenders, report, options.rounds, flush)
+                report.save()
+                torch.cuda.empty_cache()
+    report.finish()
 
 
 if __name__ == "__main__":

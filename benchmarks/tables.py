@@ -1,0 +1,231 @@
+"""The tables of docs/performance.md, written from the result files between their markers.
+
+    python benchmarks/tables.py [--check]    # --check writes nothing and exits 1 when a table is stale
+
+A table stands between ``<!-- table: NAME -->`` and ``<!-- end of table -->``; NAME is one of ``TABLES``.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import sys
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parents[1]
+DOCUMENT = ROOT / "docs" / "performance.md"
+RESULTS = ROOT / "benchmarks" / "results"
+PLACE = re.compile(r"(<!-- table: ([\w-]+) -->\n).*?(<!-- end of table -->)", re.DOTALL)
+Row = dict[str, Any]
+Document = dict[str, Any]
+NOTHING = ""
+
+
+def markdown(heads: Iterable[str], rows: Iterable[Iterable[str]]) -> str:
+    lines = [list(heads), *(list(row) for row in rows)]
+    lines.insert(1, ["---"] * len(lines[0]))
+    return "".join(f"| {' | '.join(cells)} |\n" for cells in lines)
+
+
+def unique(values: Iterable[str]) -> list[str]:
+    return list(dict.fromkeys(values))
+
+
+def cell(rows: Iterable[Row], value: str, show: Callable[[float], str], **wanted: Any) -> str:
+    """``value`` of the row that has all of ``wanted``, or nothing."""
+    for row in rows:
+        if all(row.get(name) == one for name, one in wanted.items()) and row.get(value) is not None:
+            return show(row[value])
+    return NOTHING
+
+
+def two_digits(value: float) -> str:
+    return f"{value:.2f}"
+
+
+def microseconds(milliseconds: float) -> str:
+    return f"{milliseconds * 1e3:.1f}"
+
+
+def size(value: float) -> str:
+    return f"{value / 2**20:.1f}"
+
+
+def softmax(document: Document, direction: str) -> str:
+    """Share of the copy's bandwidth: a line for a shape and dtype, a column for a contender."""
+    rows = [row for row in document["results"] if row["direction"] == direction and row["rows"] > 1000]
+    contenders = [name for name in unique(row["contender"] for row in rows) if name != "copy"]
+    cases = dict.fromkeys((row["case"], row["dtype"]) for row in rows)
+    lines = [
+        [
+            f"{case.replace('x', ' x ')}, {dtype}",
+            *(cell(rows, "of_copy", two_digits, case=case, dtype=dtype, contender=name) for name in contenders),
+        ]
+        for case, dtype in cases
+    ]
+    return markdown(["rows x keys, dtype", *contenders], lines)
+
+
+def few_rows(document: Document) -> str:
+    """Microseconds of the softmax of few rows."""
+    rows = [row for row in document["results"] if row["rows"] <= 1000]
+    contenders = unique(row["contender"] for row in rows)
+    lines = [
+        [f"{case.replace('x', ' x ')}, {dtype}, {way}"]
+        + [cell(rows, "median_ms", microseconds, case=case, dtype=dtype, direction=way, contender=name) for name in contenders]
+        for case, dtype, way in dict.fromkeys((row["case"], row["dtype"], row["direction"]) for row in rows)
+    ]
+    return markdown(["us", *contenders], lines)
+
+
+def described(row: Row) -> str:
+    """A shape in words, from the strings of the result file."""
+    shape = row["shape"]
+    heads = shape["heads"] if shape["heads"] == shape["kv_heads"] else f"{shape['heads']}/{shape['kv_heads']}"
+    parts = [f"{heads} heads", f"{shape['queries']} x {shape['keys']}", f"D = {shape['head_dim']}", shape["dtype"].removeprefix("torch.")]
+    parts += ["causal"] * (shape.get("causal") == "True") + ["sinks"] * (shape.get("sinks") == "True")
+    for name, words in (("window", "window {}"), ("segments", "packed {}"), ("text", "{} text tokens")):
+        parts += [words.format(shape[name])] if shape.get(name, "None") != "None" else []
+    return f"{row['case']}: {', '.join(parts)}"
+
+
+def attention(document: Document) -> str:
+    """Useful rate over the float32 product, and peak memory, for each backend and direction."""
+    rows = [row for row in document["results"] if "shape" in row]
+    lines = []
+    words = {row["case"]: described(row) for row in rows}
+    for case, contender in dict.fromkeys((row["case"], row["contender"]) for row in rows):
+        cells = [
+            cell(rows, value, show, case=case, contender=contender, direction=way)
+            for value, show in (("of_fp32_gemm", two_digits), ("peak_bytes", size))
+            for way in ("forward", "backward")
+        ]
+        lines.append([words[case], contender, *cells])
+    return markdown(["case", "", "forward", "backward", "forward, MiB", "backward, MiB"], lines)
+
+
+def products(document: Document) -> str:
+    rows = [row for row in document["results"] if "shape" not in row]
+    lines = [
+        [
+            f"`{case}`",
+            contender,
+            *(cell(rows, "of_fp32_gemm", two_digits, case=case, contender=contender, direction=way) for way in ("forward", "backward")),
+        ]
+        for case, contender in dict.fromkeys((row["case"], row["contender"]) for row in rows)
+    ]
+    return markdown(["product", "", "forward", "backward"], lines)
+
+
+def ratios(document: Document) -> str:
+    """How many times faster than what it is compared with."""
+    lines = [
+        [
+            row["case"] + (f", {row['dtype']}" if "dtype" in row else ""),
+            row["direction"],
+            row["contender"],
+            row["beside"],
+            two_digits(row["times_faster"]),
+        ]
+        for row in document["ratios"]
+    ]
+    return markdown(["case", "", "contender", "beside", "times faster"], lines)
+
+
+def decode(document: Document) -> str:
+    rows = [row for row in document["results"] if row["direction"] == "forward"]
+    lines = [
+        [
+            row["case"],
+            row["contender"],
+            microseconds(row["median_ms"]),
+            microseconds(row.get("bound_ms", 0.0)),
+            two_digits(row.get("of_bound", 0.0)),
+        ]
+        for row in rows
+    ]
+    return markdown(["queries x keys", "", "us", "chain of FMAs, us", "times the chain"], lines)
+
+
+def overhead(document: Document) -> str:
+    rows = [row for row in document["results"] if row["direction"] == "eager"]
+    contenders = unique(row["contender"] for row in rows)
+    lines = [
+        [
+            case.removeprefix("overhead "),
+            *(cell(rows, "host_us", lambda value: f"{value:.1f}", case=case, contender=name) for name in contenders),
+        ]
+        for case in unique(row["case"] for row in rows)
+    ]
+    return markdown(["us of the host a call", *contenders], lines)
+
+
+def tiles(document: Document) -> str:
+    """Forward share of the copy by case, and the largest errors over all accuracy rows, a line for each tile."""
+    rows, errors = document["results"], document["environment"]["accuracy"]
+    cases = list(dict.fromkeys((row["case"], row["dtype"]) for row in rows))
+    lines = []
+    for tile in dict.fromkeys(row["tile"] for row in errors):
+        speeds = [
+            cell(rows, "of_copy", two_digits, case=case, dtype=dtype, direction="forward", contender=f"tile {tile}")
+            for case, dtype in cases
+        ]
+        mine = [row for row in errors if row["tile"] == tile]
+        worst = [f"{max(row['max_ulp'] for row in mine):.2f}", f"{max(row['sum_relative'] for row in mine):.1e}"]
+        lines.append([str(tile), *speeds, *worst])
+    heads = [f"{case.replace('x', ' x ')}, {dtype}" for case, dtype in cases]
+    return markdown(["tile", *heads, "largest error, ulp", "of the sum"], lines)
+
+
+def sanitizer(document: Document) -> str:
+    lines = [
+        [tool, str(total["parts"]), str(total["errors"]), ", ".join(total["parts_without_result"]) or "none", f"{total['seconds']:.0f}"]
+        for tool, total in document["tools"].items()
+    ]
+    return markdown(["tool", "parts", "errors", "parts that did not end", "seconds"], lines)
+
+
+TABLES: dict[str, tuple[str, Callable[[Document], str]]] = {
+    "softmax": ("softmax-h200.json", lambda document: softmax(document, "forward")),
+    "softmax-backward": ("softmax-h200.json", lambda document: softmax(document, "backward")),
+    "softmax-few-rows": ("softmax-h200.json", few_rows),
+    "softmax-ratios": ("softmax-h200.json", ratios),
+    "attention": ("attention-h200.json", attention),
+    "products": ("attention-h200.json", products),
+    "attention-ratios": ("attention-h200.json", ratios),
+    "decode": ("latency-h200.json", decode),
+    "overhead": ("latency-h200.json", overhead),
+    "tile-sweep": ("tile-sweep-h200.json", tiles),
+    "sanitizer": ("sanitizer-h200.json", sanitizer),
+}
+
+
+def table(name: str, results: Path = RESULTS) -> str:
+    """The named table. Raises ValueError for an unknown name or a missing result file."""
+    if name not in TABLES:
+        raise ValueError(f"unknown table {name!r}; known: {', '.join(TABLES)}")
+    source, make = TABLES[name]
+    if not (results / source).exists():
+        raise ValueError(f"table {name!r} is of {source}, which is not there")
+    return make(json.loads((results / source).read_text()))
+
+
+def replaced(text: str, results: Path = RESULTS) -> str:
+    """``text`` with every table between its markers."""
+    return PLACE.sub(lambda found: f"{found.group(1)}{table(found.group(2), results)}{found.group(3)}", text)
+
+
+def main(arguments: list[str]) -> int:
+    before = DOCUMENT.read_text()
+    after = replaced(before)
+    if arguments == ["--check"]:
+        print("the tables are current" if before == after else f"{DOCUMENT.name} is stale: run `python benchmarks/tables.py`")
+        return int(before != after)
+    DOCUMENT.write_text(after)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
