@@ -15,6 +15,8 @@ execute_process(COMMAND "${Python_EXECUTABLE}" -c "import attn_spec; print(attn_
 set(kernels
     csrc/softmax_forward.cu
     csrc/softmax_backward.cu
+    csrc/softmax_v2_forward.cu
+    csrc/softmax_v2_backward.cu
     csrc/compact_keys.cu
     csrc/probe.cu
     csrc/products.cu
@@ -25,16 +27,16 @@ set(kernels
     csrc/attention_bias.cu
     csrc/attention_plan.cu
     csrc/attention_backward.cu)
-set(options --fmad=false)
+set(options --fmad=false -DATTN_CUDA_SOFTMAX_TILE=${ATTN_CUDA_SOFTMAX_TILE})
 if(CMAKE_CUDA_COMPILER_VERSION VERSION_GREATER_EQUAL 12.8)
   list(APPEND options --compress-mode=size)
 endif()
 
 # Runs in every build, since the environment's nvcc flags may differ from those at configuration.
 file(GLOB attn_headers CONFIGURE_DEPENDS "${attn_include}/attn/*.h")
-file(GLOB own_headers CONFIGURE_DEPENDS "${CMAKE_CURRENT_SOURCE_DIR}/csrc/*.cuh")
+file(GLOB own_files CONFIGURE_DEPENDS "${CMAKE_CURRENT_SOURCE_DIR}/csrc/*.cuh" "${CMAKE_CURRENT_SOURCE_DIR}/csrc/*.h" "${CMAKE_CURRENT_SOURCE_DIR}/csrc/*.cpp")
 list(TRANSFORM kernels PREPEND "${CMAKE_CURRENT_SOURCE_DIR}/" OUTPUT_VARIABLE kernel_paths)
-string(REPLACE ";" "," fingerprint_files "${kernel_paths};${own_headers};${CMAKE_CURRENT_SOURCE_DIR}/csrc/attn_cuda.h;${CMAKE_CURRENT_SOURCE_DIR}/csrc/attention.h;${attn_headers}")
+string(REPLACE ";" "," fingerprint_files "${kernel_paths};${own_files};${attn_headers}")
 string(REPLACE ";" "," architectures "${CMAKE_CUDA_ARCHITECTURES}")
 string(REPLACE ";" " " option_text "${options}")
 add_custom_target(
@@ -47,11 +49,17 @@ add_custom_target(
   VERBATIM)
 
 add_library(attn_cuda_kernels STATIC ${kernels})
-add_dependencies(attn_cuda_kernels attn_cuda_build_info)
-target_compile_features(attn_cuda_kernels PUBLIC cxx_std_17 cuda_std_17)
-target_compile_options(attn_cuda_kernels PRIVATE "$<$<COMPILE_LANGUAGE:CUDA>:${options}>")
-target_include_directories(attn_cuda_kernels PUBLIC csrc PRIVATE "${attn_include}" "${CMAKE_CURRENT_BINARY_DIR}")
-set_target_properties(attn_cuda_kernels PROPERTIES POSITION_INDEPENDENT_CODE ON CUDA_RUNTIME_LIBRARY Static)
+# The C interface of the softmax alone, for the tile sweep; built only by name.
+set(softmax_kernels ${kernels})
+list(FILTER softmax_kernels INCLUDE REGEX "softmax_|compact_keys|probe")
+add_library(attn_cuda_softmax SHARED EXCLUDE_FROM_ALL ${softmax_kernels})
+foreach(library attn_cuda_kernels attn_cuda_softmax)
+  add_dependencies(${library} attn_cuda_build_info)
+  target_compile_features(${library} PUBLIC cxx_std_17 cuda_std_17)
+  target_compile_options(${library} PRIVATE "$<$<COMPILE_LANGUAGE:CUDA>:${options}>")
+  target_include_directories(${library} PUBLIC csrc PRIVATE "${attn_include}" "${CMAKE_CURRENT_BINARY_DIR}")
+  set_target_properties(${library} PROPERTIES POSITION_INDEPENDENT_CODE ON CUDA_RUNTIME_LIBRARY Static)
+endforeach()
 
 pybind11_add_module(_cuda MODULE csrc/module.cpp csrc/attention_module.cpp)
 target_link_libraries(_cuda PRIVATE attn_cuda_kernels)

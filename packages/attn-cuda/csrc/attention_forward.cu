@@ -204,8 +204,7 @@ size_t forward_bytes(const Attention& problem, int warps) {
 }
 
 size_t forward_bytes(const Attention& problem, int warps) {
-  if (problem.value_dim <= 64) return forward_bytes<64>(problem, warps);
-  return problem.value_dim <= 128 ? forward_bytes<128>(problem, warps) : forward_bytes<256>(problem, warps);
+  return with_width(width_of(problem.value_dim, warps), [&](auto width) { return forward_bytes<width.value>(problem, warps); });
 }
 
 RowsInWork forward_rows(const Limits& limits, const attn_cuda_attention& problem) {
@@ -217,13 +216,13 @@ RowsInWork forward_rows(const Limits& limits, const attn_cuda_attention& problem
   return rows_in_work(limits, problem, warps, forward_bytes(attention, warps), problem.value_dim <= 128 ? 2 : 1, kWarpTile);
 }
 
-template <int Width>
 int launch_forward(const ForwardArguments& arguments, const RowsInWork& rows, void* stream) {
-  const auto kernel = rows.warps == 8   ? attention_forward_kernel<Width, 8>
-                      : rows.warps == 4 ? attention_forward_kernel<Width, 4>
-                                        : attention_forward_kernel<Width, 2>;
-  const size_t bytes = forward_bytes<Width>(arguments.problem, rows.warps);
-  return launch(kernel, arguments, rows.count, Block{rows.warps * kLanes, 1, true, false, bytes}, stream);
+  const Block block{rows.warps * kLanes, 1, true, false, forward_bytes(arguments.problem, rows.warps)};
+  if (rows.warps == 2) return launch(attention_forward_kernel<256, 2>, arguments, rows.count, block, stream);
+  return with_width(width_of(arguments.problem.value_dim, rows.warps), [&](auto width) {
+    const auto kernel = rows.warps == 8 ? attention_forward_kernel<width.value, 8> : attention_forward_kernel<width.value, 4>;
+    return static_cast<int>(launch(kernel, arguments, rows.count, block, stream));
+  });
 }
 
 }  // namespace
@@ -283,7 +282,5 @@ extern "C" int attn_cuda_attention_forward(int device, void* stream, const attn_
   arguments.held = reinterpret_cast<float*>(space.take<char>(in_work.bytes));
   arguments.held_tiles = static_cast<int32_t>(in_work.held_tiles);
   if (blocks.count == 0) return 0;
-  if (problem->value_dim <= 64) return launch_forward<64>(arguments, in_work, stream);
-  if (problem->value_dim <= 128) return launch_forward<128>(arguments, in_work, stream);
-  return launch_forward<256>(arguments, in_work, stream);
+  return launch_forward(arguments, in_work, stream);
 }

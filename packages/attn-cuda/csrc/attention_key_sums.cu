@@ -382,18 +382,10 @@ size_t key_sum_bytes(const BackwardInputs& inputs, int warps) {
   return 2 * kChunkRows * sizeof(StreamRow) + (first > second ? first : second);
 }
 
-size_t key_sum_bytes(const BackwardInputs& inputs, int warps) {
-  const int columns = max(inputs.problem.head_dim, inputs.problem.value_dim);
-  if (columns <= 64) return key_sum_bytes<64>(inputs, warps);
-  return columns <= 128 ? key_sum_bytes<128>(inputs, warps) : key_sum_bytes<256>(inputs, warps);
-}
+int columns_of(const BackwardInputs& inputs) { return max(inputs.problem.head_dim, inputs.problem.value_dim); }
 
-template <int Width>
-int launch_width(const KeySumArguments& arguments, const RowsInWork& keys, size_t bytes, void* stream) {
-  const auto kernel = keys.warps == 8   ? key_sums_kernel<Width, 8>
-                      : keys.warps == 4 ? key_sums_kernel<Width, 4>
-                                        : key_sums_kernel<Width, 2>;
-  return launch(kernel, arguments, keys.count, Block{keys.warps * kLanes, 1, true, false, bytes}, stream);
+size_t key_sum_bytes(const BackwardInputs& inputs, int warps) {
+  return with_width(width_of(columns_of(inputs), warps), [&](auto width) { return key_sum_bytes<width.value>(inputs, warps); });
 }
 
 }  // namespace
@@ -406,7 +398,7 @@ RowsInWork key_sum_keys(const Limits& limits, const attn_cuda_attention& problem
   inputs.problem.head_dim = inputs.problem.value_dim = columns;
   inputs.dout.dtype = upstream_dtype;
   const int warps = choose_warps(limits, [&](int count) { return key_sum_bytes(inputs, count); });
-  const int64_t floats = columns <= 64 ? kWarpFloats<64> : columns <= 128 ? kWarpFloats<128> : kWarpFloats<256>;
+  const int64_t floats = with_width(width_of(columns, warps), [](auto width) { return kWarpFloats<width.value>; });
   const int64_t resident = limits.processors * blocks_that_fit(limits, key_sum_bytes(inputs, warps), columns <= 128 ? 2 : 1);
   const int64_t blocks = count_blocks(problem, warps * kWarpRows, true), count = resident < blocks ? resident : blocks;
   return RowsInWork{warps, count, 0, aligned(count * warps * floats * static_cast<int64_t>(sizeof(float)))};
@@ -426,10 +418,12 @@ int launch_key_sums(const BackwardInputs& inputs, const RowsInWork& keys, const 
                                   stores_fours(dk, problem.k.dtype, problem.head_dim),
                                   stores_fours(dv, problem.k.dtype, problem.value_dim),
                                   held};
-  const size_t bytes = key_sum_bytes(inputs, keys.warps);
-  const int columns = max(problem.head_dim, problem.value_dim);
-  if (columns <= 64) return launch_width<64>(arguments, keys, bytes, stream);
-  return columns <= 128 ? launch_width<128>(arguments, keys, bytes, stream) : launch_width<256>(arguments, keys, bytes, stream);
+  const Block block{keys.warps * kLanes, 1, true, false, key_sum_bytes(inputs, keys.warps)};
+  if (keys.warps == 2) return launch(key_sums_kernel<256, 2>, arguments, keys.count, block, stream);
+  return with_width(width_of(columns_of(inputs), keys.warps), [&](auto width) {
+    const auto kernel = keys.warps == 8 ? key_sums_kernel<width.value, 8> : key_sums_kernel<width.value, 4>;
+    return static_cast<int>(launch(kernel, arguments, keys.count, block, stream));
+  });
 }
 
 }  // namespace attn_cuda

@@ -1,6 +1,8 @@
 // Host side of an attention call: checks, the workspace, and how its rows and keys are cut into blocks.
 #pragma once
 
+#include <type_traits>
+
 #include "attention_problem.cuh"
 
 namespace attn_cuda {
@@ -35,6 +37,17 @@ int choose_warps(const Limits& limits, BytesOf bytes_of) {
   int warps = 8;
   while (warps > 2 && !fits(limits, bytes_of(warps))) warps /= 2;
   return warps;
+}
+
+// Column count that a kernel is compiled for. There is one for two warps.
+inline int width_of(int64_t columns, int warps) { return warps == 2 || columns > 128 ? 256 : columns > 64 ? 128 : 64; }
+
+// use(std::integral_constant<int, width>)
+template <typename Use>
+auto with_width(int width, Use use) {
+  if (width == 64) return use(std::integral_constant<int, 64>());
+  if (width == 128) return use(std::integral_constant<int, 128>());
+  return use(std::integral_constant<int, 256>());
 }
 
 inline int32_t columns_in_eights(int64_t columns) { return static_cast<int32_t>((columns + 7) / 8 * 8); }

@@ -355,16 +355,7 @@ size_t query_sum_bytes(const Sizes& sizes, int warps) {
 }
 
 size_t query_sum_bytes(const Sizes& sizes, int warps) {
-  if (sizes.head_dim <= 64) return query_sum_bytes<64>(sizes, warps);
-  return sizes.head_dim <= 128 ? query_sum_bytes<128>(sizes, warps) : query_sum_bytes<256>(sizes, warps);
-}
-
-template <int Width>
-int launch_width(const QuerySumArguments& arguments, const RowsInWork& rows, size_t bytes, void* stream) {
-  const auto kernel = rows.warps == 8   ? query_sums_kernel<Width, 8>
-                      : rows.warps == 4 ? query_sums_kernel<Width, 4>
-                                        : query_sums_kernel<Width, 2>;
-  return launch(kernel, arguments, rows.count, Block{rows.warps * kLanes, 1, true, false, bytes}, stream);
+  return with_width(width_of(sizes.head_dim, warps), [&](auto width) { return query_sum_bytes<width.value>(sizes, warps); });
 }
 
 Sizes sizes_of(const attn_cuda_attention& problem) {
@@ -385,9 +376,12 @@ int launch_query_sums(const attn_cuda_attention& problem, const BackwardInputs& 
   const QuerySumArguments arguments{
       inputs, blocks.per_item, blocks.count, blocks.plan, delta, dsink, dq, stores_fours(dq, inputs.problem.q.dtype, inputs.problem.head_dim),
       held,   static_cast<int32_t>(rows.held_tiles)};
-  const size_t bytes = query_sum_bytes(sizes_of(problem), rows.warps);
-  if (problem.head_dim <= 64) return launch_width<64>(arguments, rows, bytes, stream);
-  return problem.head_dim <= 128 ? launch_width<128>(arguments, rows, bytes, stream) : launch_width<256>(arguments, rows, bytes, stream);
+  const Block block{rows.warps * kLanes, 1, true, false, query_sum_bytes(sizes_of(problem), rows.warps)};
+  if (rows.warps == 2) return launch(query_sums_kernel<256, 2>, arguments, rows.count, block, stream);
+  return with_width(width_of(problem.head_dim, rows.warps), [&](auto width) {
+    const auto kernel = rows.warps == 8 ? query_sums_kernel<width.value, 8> : query_sums_kernel<width.value, 4>;
+    return static_cast<int>(launch(kernel, arguments, rows.count, block, stream));
+  });
 }
 
 int launch_sinks(const Attention& problem, const float* rows, float* items, float* dsinks, void* stream) {

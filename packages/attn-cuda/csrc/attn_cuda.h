@@ -51,6 +51,13 @@ int attn_cuda_softmax_backward(int device, void* stream, const attn_cuda_shape* 
                                const attn_cuda_rows* dprobs, const attn_cuda_mask* mask, const float* row_max, const float* row_sum,
                                void* dscores);
 
+// The same of contract ordered-v2.
+int attn_cuda_softmax_v2_forward(int device, void* stream, const attn_cuda_shape* shape, const attn_cuda_rows* scores,
+                                 const attn_cuda_mask* mask, void* probs, int32_t probs_dtype, float* row_max, float* row_sum);
+int attn_cuda_softmax_v2_backward(int device, void* stream, const attn_cuda_shape* shape, const attn_cuda_rows* scores,
+                                  const attn_cuda_rows* dprobs, const attn_cuda_mask* mask, const float* row_max, const float* row_sum,
+                                  void* dscores);
+
 // Runs the arithmetic that flush-to-zero, approximate division or contraction would change, on a stream of its own, and waits for it.
 // `failed` (host) gets one bit for each result that is not IEEE, in the order of attn_cuda_probe_names. Allowed while another stream
 // captures.
@@ -68,6 +75,9 @@ const char* attn_cuda_architectures(void);
 const char* attn_cuda_flags(void);
 const char* attn_cuda_compiler(void);
 const char* attn_cuda_fingerprint(void);
+
+// Tile of the joint softmax in this build; contract ordered-v1 has 256.
+int attn_cuda_softmax_tile(void);
 
 #ifdef __cplusplus
 }

@@ -3,6 +3,7 @@
 
 #include <cuda_runtime.h>
 
+#include <algorithm>
 #include <cstddef>
 
 #include "rows.cuh"
@@ -39,23 +40,45 @@ struct Block {
   size_t shared_bytes;
 };
 
-// Block for rows of `keys` keys with `values_per_key` binary32 values staged and `state_bytes` for each tile. The choice moves no bit.
-inline cudaError_t choose_block(int device, int64_t keys, int values_per_key, int state_bytes, Block* block) {
-  int limit = 0;
-  const cudaError_t error = cudaDeviceGetAttribute(&limit, cudaDevAttrMaxSharedMemoryPerBlockOptin, device);
+// Warps, at most `most_warps`, of a block that takes a row of `tiles` tiles: as many tiles at work on an SM as registers and shared memory allow
+// when `blocks` blocks could use it. Warps that would idle in the last round do not count; fewer warps win, for their shorter waits.
+inline int choose_warps(int most_warps, int64_t tiles, int64_t blocks, int64_t block_bytes, int64_t shared_bytes) {
+  int chosen = 4;
+  double most = 0;
+  for (int warps = 4; warps <= most_warps; ++warps) {
+    const int64_t resident = std::min({blocks, static_cast<int64_t>(most_warps * kWideBlocks / warps), shared_bytes / block_bytes});
+    const int64_t rounds = (tiles + warps - 1) / warps;
+    const double working = static_cast<double>(resident * tiles) / static_cast<double>(rounds);
+    if (working > most) {
+      most = working;
+      chosen = warps;
+    }
+  }
+  return chosen;
+}
+
+// Block for `rows` rows of `keys` keys with `values_per_key` binary32 values staged and `state_bytes` for each tile. The choice moves no bit.
+inline cudaError_t choose_block(int device, int most_threads, int64_t rows, int64_t keys, int values_per_key, int state_bytes,
+                                Block* block) {
+  int limit = 0, total = 0, processors = 0;
+  cudaError_t error = cudaDeviceGetAttribute(&limit, cudaDevAttrMaxSharedMemoryPerBlockOptin, device);
+  if (error == cudaSuccess) error = cudaDeviceGetAttribute(&total, cudaDevAttrMaxSharedMemoryPerMultiprocessor, device);
+  if (error == cudaSuccess) error = cudaDeviceGetAttribute(&processors, cudaDevAttrMultiProcessorCount, device);
   if (error != cudaSuccess) return error;
-  const int64_t tiles = (keys + attn::kTile - 1) / attn::kTile;
-  const int64_t row_bytes = tiles * attn::kTile * 4 * values_per_key;
+  const int64_t tiles = (keys + kRowTile - 1) / kRowTile;
+  const int64_t row_bytes = tiles * kRowTile * 4 * values_per_key;
   const int64_t states = (tiles < kChunk ? tiles : kChunk) * state_bytes;
   const int64_t reserved = 64;
   if (tiles <= 4) {
-    *block = Block{128, 4, false, true, static_cast<size_t>(4 * (row_bytes + states))};
+    *block = Block{kNarrowThreads, kNarrowThreads / kLanes, false, true, static_cast<size_t>(kNarrowThreads / kLanes * (row_bytes + states))};
     return cudaSuccess;
   }
   // Two blocks an SM at least, so that one loads while the other computes.
   const bool staged = row_bytes + states + reserved <= limit / 2;
-  const int threads = !staged ? 512 : row_bytes <= 20480 ? 128 : row_bytes <= 40960 ? 256 : 512;
-  *block = Block{threads, 1, true, staged, static_cast<size_t>((staged ? row_bytes : 0) + states + reserved)};
+  const int64_t bytes = (staged ? row_bytes : 0) + states + reserved;
+  const int64_t of_system = 1024;  // shared memory that every block takes besides its own
+  const int warps = choose_warps(most_threads / kLanes, tiles, (rows + processors - 1) / processors, bytes + of_system, total);
+  *block = Block{warps * kLanes, 1, true, staged, static_cast<size_t>(bytes)};
   return cudaSuccess;
 }
 

@@ -48,25 +48,27 @@ void compact_keys(int device, Address stream, Address kept, int64_t batch, int64
         "attn_cuda_compact_keys");
 }
 
+template <auto Run>
 void softmax_forward(int device, Address stream, const Sizes& sizes, int64_t keys, const Rows& scores, const std::optional<Mask>& mask,
                      Address probs, int probs_dtype, Address row_max, Address row_sum) {
   const attn_cuda_shape shape = shape_of(sizes, keys);
   const attn_cuda_rows input = rows_of(scores);
   const attn_cuda_mask padding = mask_of(mask);
-  check(attn_cuda_softmax_forward(device, pointer<void>(stream), &shape, &input, mask ? &padding : nullptr, pointer<void>(probs),
-                                  probs_dtype, pointer<float>(row_max), pointer<float>(row_sum)),
-        "attn_cuda_softmax_forward");
+  check(Run(device, pointer<void>(stream), &shape, &input, mask ? &padding : nullptr, pointer<void>(probs), probs_dtype,
+            pointer<float>(row_max), pointer<float>(row_sum)),
+        "attn_cuda softmax forward");
 }
 
+template <auto Run>
 void softmax_backward(int device, Address stream, const Sizes& sizes, int64_t keys, const Rows& scores, const Rows& dprobs,
                       const std::optional<Mask>& mask, Address row_max, Address row_sum, Address dscores) {
   const attn_cuda_shape shape = shape_of(sizes, keys);
   const attn_cuda_rows input = rows_of(scores);
   const attn_cuda_rows cotangent = rows_of(dprobs);
   const attn_cuda_mask padding = mask_of(mask);
-  check(attn_cuda_softmax_backward(device, pointer<void>(stream), &shape, &input, &cotangent, mask ? &padding : nullptr,
-                                   pointer<const float>(row_max), pointer<const float>(row_sum), pointer<void>(dscores)),
-        "attn_cuda_softmax_backward");
+  check(Run(device, pointer<void>(stream), &shape, &input, &cotangent, mask ? &padding : nullptr, pointer<const float>(row_max),
+            pointer<const float>(row_sum), pointer<void>(dscores)),
+        "attn_cuda softmax backward");
 }
 
 uint32_t probe(int device) {
@@ -94,10 +96,13 @@ PYBIND11_MODULE(_cuda, module) {
   module.attr("FLAGS") = attn_cuda_flags();
   module.attr("COMPILER") = attn_cuda_compiler();
   module.attr("FINGERPRINT") = attn_cuda_fingerprint();
+  module.attr("SOFTMAX_TILE") = attn_cuda_softmax_tile();
   module.attr("PROBE_NAMES") = attn_cuda_probe_names();
   module.def("compact_keys", &compact_keys);
-  module.def("softmax_forward", &softmax_forward);
-  module.def("softmax_backward", &softmax_backward);
+  module.def("softmax_forward", &softmax_forward<attn_cuda_softmax_forward>);
+  module.def("softmax_backward", &softmax_backward<attn_cuda_softmax_backward>);
+  module.def("softmax_v2_forward", &softmax_forward<attn_cuda_softmax_v2_forward>);
+  module.def("softmax_v2_backward", &softmax_backward<attn_cuda_softmax_v2_backward>);
   module.def("probe", &probe);
   module.def("capability", &capability);
   define_attention(module);

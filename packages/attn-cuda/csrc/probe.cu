@@ -104,3 +104,4 @@ extern "C" const char* attn_cuda_architectures(void) { return ATTN_CUDA_ARCHITEC
 extern "C" const char* attn_cuda_flags(void) { return ATTN_CUDA_FLAGS; }
 extern "C" const char* attn_cuda_compiler(void) { return ATTN_CUDA_COMPILER; }
 extern "C" const char* attn_cuda_fingerprint(void) { return ATTN_CUDA_FINGERPRINT; }
+extern "C" int attn_cuda_softmax_tile(void) { return attn_cuda::kRowTile; }

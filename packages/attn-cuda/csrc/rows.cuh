@@ -33,22 +33,24 @@ __device__ __forceinline__ int64_t row_offset(const Axes& axes, const int64_t (&
   return first * strides[0] + (outer - first * axes.size1) * strides[1] + (row - outer * axes.size2) * strides[2];
 }
 
-// Kept keys of the batch item of one row; without a mask all keys.
+// Kept keys of the batch item of one row; without a mask all keys. Indices within a row fit 32 bits, as T < 2^31.
 struct Keys {
   const uint8_t* kept;
   const int32_t* positions;
-  int64_t count;
+  int count;
+
+  __device__ __forceinline__ int tiles() const { return static_cast<int>((static_cast<uint32_t>(count) + kRowTile - 1) / kRowTile); }
 };
 
 template <bool Masked>
 __device__ __forceinline__ Keys keys_of_row(const Axes& axes, const attn_cuda_mask& mask, int64_t keys, int64_t row) {
-  if constexpr (!Masked) return Keys{nullptr, nullptr, keys};
+  if constexpr (!Masked) return Keys{nullptr, nullptr, static_cast<int>(keys)};
   const int64_t batch = divide(axes, row, mask.rows_per_batch);
   return Keys{mask.kept + batch * keys, mask.positions + batch * keys, mask.counts[batch]};
 }
 
 template <bool Masked>
-__device__ __forceinline__ int64_t position(const Keys& keys, int64_t logical) {
+__device__ __forceinline__ int position(const Keys& keys, int logical) {
   return Masked ? keys.positions[logical] : logical;
 }
 
@@ -57,31 +59,31 @@ struct alignas(sizeof(T) * V) Vector {
   T lanes[V];
 };
 
-// Slots [base, base + 256) of a row; slots without a key get `fill`.
+// Slots [base, base + kRowTile) of a row; slots without a key get `fill`.
 template <typename T, int V, bool Masked>
-__device__ __forceinline__ void load_tile(const T* row, const Keys& keys, int64_t base, int lane, float fill, Slots& values) {
-  if (!Masked && base + attn::kTile <= keys.count) {
+__device__ __forceinline__ void load_tile(const T* row, const Keys& keys, int base, int lane, float fill, RowSlots& values) {
+  if (!Masked && keys.count - base >= kRowTile) {
 #pragma unroll
-    for (int k = 0; k < kSlots; k += V) {
+    for (int k = 0; k < kRowSlots; k += V) {
       const auto loaded = *reinterpret_cast<const Vector<T, V>*>(row + base + slot<V>(k, lane));
 #pragma unroll
       for (int v = 0; v < V; ++v) values[k + v] = widened(loaded.lanes[v]);
     }
     return;
   }
-  const int here = static_cast<int>(min(keys.count - base, static_cast<int64_t>(attn::kTile)));
+  const int here = min(keys.count - base, kRowTile);
 #pragma unroll
-  for (int k = 0; k < kSlots; ++k) {
+  for (int k = 0; k < kRowSlots; ++k) {
     const int at = slot<V>(k, lane);
     values[k] = at < here ? widened(row[position<Masked>(keys, base + at)]) : fill;
   }
 }
 
 template <typename T, int V, bool Masked>
-__device__ __forceinline__ void store_tile(T* row, const Keys& keys, int64_t base, int lane, const Slots& values) {
-  if (!Masked && base + attn::kTile <= keys.count) {
+__device__ __forceinline__ void store_tile(T* row, const Keys& keys, int base, int lane, const RowSlots& values) {
+  if (!Masked && keys.count - base >= kRowTile) {
 #pragma unroll
-    for (int k = 0; k < kSlots; k += V) {
+    for (int k = 0; k < kRowSlots; k += V) {
       Vector<T, V> stored;
 #pragma unroll
       for (int v = 0; v < V; ++v) stored.lanes[v] = rounded<T>(values[k + v]);
@@ -89,9 +91,9 @@ __device__ __forceinline__ void store_tile(T* row, const Keys& keys, int64_t bas
     }
     return;
   }
-  const int here = static_cast<int>(min(keys.count - base, static_cast<int64_t>(attn::kTile)));
+  const int here = min(keys.count - base, kRowTile);
 #pragma unroll
-  for (int k = 0; k < kSlots; ++k) {
+  for (int k = 0; k < kRowSlots; ++k) {
     const int at = slot<V>(k, lane);
     if (at < here) row[position<Masked>(keys, base + at)] = rounded<T>(values[k]);
   }
@@ -99,9 +101,9 @@ __device__ __forceinline__ void store_tile(T* row, const Keys& keys, int64_t bas
 
 // A tile in shared memory as binary32; each lane reads back what it wrote itself, so this needs no barrier.
 template <int V>
-__device__ __forceinline__ void stage_tile(float* tile, int lane, const Slots& values) {
+__device__ __forceinline__ void stage_tile(float* tile, int lane, const RowSlots& values) {
 #pragma unroll
-  for (int k = 0; k < kSlots; k += V) {
+  for (int k = 0; k < kRowSlots; k += V) {
     Vector<float, V> stored;
 #pragma unroll
     for (int v = 0; v < V; ++v) stored.lanes[v] = values[k + v];
@@ -110,9 +112,9 @@ __device__ __forceinline__ void stage_tile(float* tile, int lane, const Slots& v
 }
 
 template <int V>
-__device__ __forceinline__ void staged_tile(const float* tile, int lane, Slots& values) {
+__device__ __forceinline__ void staged_tile(const float* tile, int lane, RowSlots& values) {
 #pragma unroll
-  for (int k = 0; k < kSlots; k += V) {
+  for (int k = 0; k < kRowSlots; k += V) {
     const auto loaded = *reinterpret_cast<const Vector<float, V>*>(tile + slot<V>(k, lane));
 #pragma unroll
     for (int v = 0; v < V; ++v) values[k + v] = loaded.lanes[v];
@@ -121,14 +123,19 @@ __device__ __forceinline__ void staged_tile(const float* tile, int lane, Slots& 
 
 // +0 at every key, or at the keys that the padding mask removed.
 template <typename T>
-__device__ __forceinline__ void store_zeros(T* row, const uint8_t* kept, int64_t keys, int first, int step) {
-  for (int64_t key = first; key < keys; key += step) {
+__device__ __forceinline__ void store_zeros(T* row, const uint8_t* kept, int keys, int first, int step) {
+#pragma unroll 1
+  for (int key = first; key < keys; key += step) {
     if (kept == nullptr || kept[key] == 0) row[key] = rounded<T>(0.0f);
   }
 }
 
-template <bool Wide>
-constexpr int kMaxThreads = Wide ? 512 : 128;
+// Most threads of a block of teams that are warps, and of a block that is a team; two of the latter on an SM leave 40 registers a thread
+// forward and 56 backward.
+constexpr int kNarrowThreads = 128;
+constexpr int kForwardThreads = 768;
+constexpr int kBackwardThreads = 576;
+constexpr int kWideBlocks = 2;
 
 // The threads of one row: a whole block (`Wide`) or one warp.
 template <bool Wide>

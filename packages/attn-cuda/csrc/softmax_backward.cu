@@ -16,40 +16,59 @@ struct BackwardArguments {
   void* dscores;
 };
 
+// What is kept of a tile: the sum of its terms, and whether it is narrow, hence without a masked key.
+struct TileSum {
+  float sum;
+  bool narrow;
+};
+constexpr int kBackwardWords = sizeof(TileSum) / sizeof(float);
+
 constexpr float kMasked = -1.0f;  // stands for the P of a masked key, which no P equals
 
-// P and dP of one tile; a masked key has P = kMasked, and whatever its dP holds is never used.
+// P and dP of one tile and the terms P * dP. Unless it is `narrow` it may hold a masked key, which has P = kMasked and a term of +0; whatever
+// its dP holds is never used.
 template <typename In, int V, bool Masked>
-__device__ __forceinline__ void load_pair(const In* scores, const void* dprobs, bool dprobs_are_float, const Keys& keys, int64_t base,
-                                          int lane, float row_max, Divisor row_sum, Slots& p, Slots& dp) {
-  Slots values;
+__device__ __forceinline__ bool load_pair(const In* scores, const void* dprobs, bool dprobs_are_float, const Keys& keys, int base, int lane,
+                                          float row_max, Divisor row_sum, RowSlots& p, RowSlots& dp, RowSlots& terms) {
+  RowSlots values;
   load_tile<In, V, Masked>(scores, keys, base, lane, attn::negative_infinity(), values);
   if (dprobs_are_float) {
     load_tile<float, V, Masked>(static_cast<const float*>(dprobs), keys, base, lane, 0.0f, dp);
   } else {
     load_tile<In, V, Masked>(static_cast<const In*>(dprobs), keys, base, lane, 0.0f, dp);
   }
-  probabilities(values, row_max, row_sum, p);
+  const bool narrow = is_narrow(values, row_max);
+  if (narrow) {
+    normal_probabilities(values, row_max, row_sum, p);
 #pragma unroll
-  for (int k = 0; k < kSlots; ++k) p[k] = values[k] == attn::negative_infinity() ? kMasked : p[k];
+    for (int k = 0; k < kRowSlots; ++k) terms[k] = mul(p[k], dp[k]);
+  } else {
+    probabilities(values, row_max, row_sum, p);
+#pragma unroll
+    for (int k = 0; k < kRowSlots; ++k) {
+      p[k] = values[k] == attn::negative_infinity() ? kMasked : p[k];
+      terms[k] = p[k] == kMasked ? 0.0f : mul(p[k], dp[k]);
+    }
+  }
+  return narrow;
 }
 
 template <typename In, int V, bool Masked, bool Wide, bool Staged>
-__global__ void __launch_bounds__(kMaxThreads<Wide>) softmax_backward_kernel(const __grid_constant__ BackwardArguments arguments) {
+__global__ void __launch_bounds__(Wide ? kBackwardThreads : kNarrowThreads, Wide ? kWideBlocks : 1) softmax_backward_kernel(const __grid_constant__ BackwardArguments arguments) {
   extern __shared__ float4 storage[];
   const Team<Wide> team;
   const Axes& axes = arguments.axes;
-  const int64_t capacity = (arguments.keys + attn::kTile - 1) / attn::kTile;
-  const int64_t staged = Staged ? capacity * attn::kTile : 0;
-  float* staged_p = reinterpret_cast<float*>(storage) + team.place() * (2 * staged + capacity);
+  const int total = static_cast<int>(arguments.keys);
+  const int capacity = static_cast<int>((arguments.keys + kRowTile - 1) / kRowTile), staged = Staged ? capacity * kRowTile : 0;
+  float* staged_p = reinterpret_cast<float*>(storage) + team.place() * (2 * staged + kBackwardWords * min(capacity, kChunk));
   float* staged_dp = staged_p + staged;
-  float* sums = staged_dp + staged;
+  auto* sums = reinterpret_cast<TileSum*>(staged_dp + staged);
   const int64_t step = static_cast<int64_t>(gridDim.x) * team.teams();
   for (int64_t row = static_cast<int64_t>(blockIdx.x) * team.teams() + team.place(); row < axes.rows; row += step) {
     In* dscores = static_cast<In*>(arguments.dscores) + row * arguments.keys;
     const attn::RowState state{arguments.row_max[row], arguments.row_sum[row]};
     if (!attn::is_live(state)) {
-      store_zeros(dscores, nullptr, arguments.keys, team.member, team.size);
+      store_zeros(dscores, nullptr, total, team.member, team.size);
       continue;
     }
     const In* scores = static_cast<const In*>(arguments.scores.data) + row_offset(axes, arguments.scores.strides, row);
@@ -58,42 +77,50 @@ __global__ void __launch_bounds__(kMaxThreads<Wide>) softmax_backward_kernel(con
     const void* dprobs =
         static_cast<const char*>(arguments.dprobs.data) + offset * static_cast<int64_t>(is_float ? sizeof(float) : sizeof(In));
     const Keys keys = keys_of_row<Masked>(axes, arguments.mask, arguments.keys, row);
-    const int64_t tiles = (keys.count + attn::kTile - 1) / attn::kTile;
+    const int tiles = keys.tiles();
     const Divisor sum = divisor(state.sum);
     // The contract starts from the first live tile; a dead one adds +0, which can only change the sign of a zero delta, and that never
     // reaches dX.
     float delta = 0.0f;
-    for (int64_t begin = 0; begin < tiles; begin += kChunk) {
-      const int64_t end = min(tiles, begin + kChunk);
-      for (int64_t tile = begin + team.warp; tile < end; tile += team.warps) {
-        Slots p, dp, products;
-        load_pair<In, V, Masked>(scores, dprobs, is_float, keys, tile * attn::kTile, team.lane, state.max, sum, p, dp);
+    for (int begin = 0; begin < tiles; begin += kChunk) {
+      const int end = min(tiles, begin + kChunk);
+      for (int tile = begin + team.warp; tile < end; tile += team.warps) {
+        RowSlots p, dp, terms;
+        const bool narrow = load_pair<In, V, Masked>(scores, dprobs, is_float, keys, tile * kRowTile, team.lane, state.max, sum, p, dp, terms);
         if constexpr (Staged) {
-          stage_tile<V>(staged_p + tile * attn::kTile, team.lane, p);
-          stage_tile<V>(staged_dp + tile * attn::kTile, team.lane, dp);
+          stage_tile<V>(staged_p + tile * kRowTile, team.lane, p);
+          stage_tile<V>(staged_dp + tile * kRowTile, team.lane, dp);
         }
-#pragma unroll
-        for (int k = 0; k < kSlots; ++k) products[k] = p[k] == kMasked ? 0.0f : mul(p[k], dp[k]);
-        const float total = tree_sum<V>(products, team.lane);
-        if (team.lane == 0) sums[tile - begin] = total;
+        const float found = tree_sum<V>(terms, team.lane);
+        if (team.lane == 0) sums[tile - begin] = TileSum{found, narrow};
       }
       team.sync();
-      for (int i = 0; i < static_cast<int>(end - begin); ++i) delta = add(delta, sums[i]);
-      team.sync();
+      for (int i = 0; i < end - begin; ++i) delta = add(delta, sums[i].sum);
+      if (begin + kChunk < tiles) team.sync();
     }
-    for (int64_t tile = team.warp; tile < tiles; tile += team.warps) {
-      Slots p, dp;
+    for (int tile = team.warp; tile < tiles; tile += team.warps) {
+      RowSlots p, dp;
+      bool narrow = false;
       if constexpr (Staged) {
-        staged_tile<V>(staged_p + tile * attn::kTile, team.lane, p);
-        staged_tile<V>(staged_dp + tile * attn::kTile, team.lane, dp);
+        narrow = sums[tile].narrow;
+        staged_tile<V>(staged_p + tile * kRowTile, team.lane, p);
+        staged_tile<V>(staged_dp + tile * kRowTile, team.lane, dp);
       } else {
-        load_pair<In, V, Masked>(scores, dprobs, is_float, keys, tile * attn::kTile, team.lane, state.max, sum, p, dp);
+        RowSlots terms;
+        load_pair<In, V, Masked>(scores, dprobs, is_float, keys, tile * kRowTile, team.lane, state.max, sum, p, dp, terms);
       }
+      if (narrow) {
 #pragma unroll
-      for (int k = 0; k < kSlots; ++k) dp[k] = p[k] == kMasked ? 0.0f : attn::score_gradient(p[k], dp[k], delta);
-      store_tile<In, V, Masked>(dscores, keys, tile * attn::kTile, team.lane, dp);
+        for (int k = 0; k < kRowSlots; ++k) dp[k] = attn::score_gradient(p[k], dp[k], delta);
+      } else {
+#pragma unroll
+        for (int k = 0; k < kRowSlots; ++k) dp[k] = p[k] == kMasked ? 0.0f : attn::score_gradient(p[k], dp[k], delta);
+      }
+      store_tile<In, V, Masked>(dscores, keys, tile * kRowTile, team.lane, dp);
     }
-    if constexpr (Masked) store_zeros(dscores, keys.kept, arguments.keys, team.member, team.size);
+    // The next row's sums go where these are read.
+    team.sync();
+    if constexpr (Masked) store_zeros(dscores, keys.kept, total, team.member, team.size);
   }
 }
 
@@ -129,7 +156,7 @@ extern "C" int attn_cuda_softmax_backward(int device, void* stream, const attn_c
   const DeviceScope scope(device);
   if (scope.error() != cudaSuccess) return scope.error();
   Block block;
-  const cudaError_t error = choose_block(device, shape->keys, 2, sizeof(float), &block);
+  const cudaError_t error = choose_block(device, kBackwardThreads, axes.rows, shape->keys, 2, sizeof(TileSum), &block);
   if (error != cudaSuccess) return error;
   const BackwardArguments arguments{axes,
                                     shape->keys,

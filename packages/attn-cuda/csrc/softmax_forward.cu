@@ -6,6 +6,8 @@
 namespace attn_cuda {
 namespace {
 
+constexpr int kForwardWords = 3;  // of shared memory for each tile besides the scores
+
 struct ForwardArguments {
   Axes axes;
   int64_t keys;
@@ -17,60 +19,68 @@ struct ForwardArguments {
   float* row_sum;
 };
 
-// One row's values in shared memory for a team: states of a chunk of tiles, the row's state, the staged scores.
+// One row's values in shared memory for a team. Of wide rows kChunk tiles at a time have their state here.
 struct Shared {
   float* scores;
   attn::RowState* tiles;
   attn::RowState* row;
+  float* narrow_max;  // of each tile, of staged rows
 };
 
 template <bool Wide, bool Staged>
 __device__ __forceinline__ Shared shared_of_team(float* storage, int64_t keys, int place) {
-  const int64_t tiles = (keys + attn::kTile - 1) / attn::kTile;
-  const int64_t staged = Staged ? tiles * attn::kTile : 0;
-  float* mine = storage + place * (staged + 2 * tiles);
-  auto* states = reinterpret_cast<attn::RowState*>(mine + staged);
-  return Shared{mine, states, states + (tiles < kChunk ? tiles : kChunk)};
+  const int tiles = static_cast<int>((keys + kRowTile - 1) / kRowTile);
+  const int staged = Staged ? tiles * kRowTile : 0;
+  const int states = min(tiles, kChunk);
+  float* mine = storage + place * (staged + kForwardWords * states);
+  auto* first = reinterpret_cast<attn::RowState*>(mine + staged);
+  return Shared{mine, first, first + states, reinterpret_cast<float*>(first + states + (Wide ? 1 : 0))};
 }
 
 // P of a row that holds NaN or +inf: NaN, and +0 where masked. Of a dead row: +0.
 template <typename In, typename Out, bool Masked>
-__device__ void store_special(const In* scores, Out* probs, const Keys& keys, attn::RowState state, int64_t total, int first, int step) {
+__device__ void store_special(const In* scores, Out* probs, const Keys& keys, attn::RowState state, int total, int first, int step) {
   if (!attn::is_live(state)) {
     store_zeros(probs, nullptr, total, first, step);
     return;
   }
-  for (int64_t logical = first; logical < keys.count; logical += step) {
-    const int64_t key = position<Masked>(keys, logical);
+#pragma unroll 1
+  for (int logical = first; logical < keys.count; logical += step) {
+    const int key = position<Masked>(keys, logical);
     probs[key] = rounded<Out>(widened(scores[key]) == attn::negative_infinity() ? 0.0f : state.sum);
   }
   if constexpr (Masked) store_zeros(probs, keys.kept, total, first, step);
 }
 
 template <typename In, typename Out, int V, bool Masked, bool Wide, bool Staged>
-__device__ __forceinline__ void normalise(const In* scores, Out* probs, const float* staged, const Keys& keys, attn::RowState state,
-                                          int64_t total, const Team<Wide>& team) {
+__device__ __forceinline__ void normalise(const In* scores, Out* probs, const Shared& shared, const Keys& keys, attn::RowState state,
+                                          int total, const Team<Wide>& team) {
   if (!attn::is_live(state) || attn::is_nan(state.sum)) {
     store_special<In, Out, Masked>(scores, probs, keys, state, total, team.member, team.size);
     return;
   }
   const Divisor sum = divisor(state.sum);
-  const int64_t tiles = (keys.count + attn::kTile - 1) / attn::kTile;
-  for (int64_t tile = team.warp; tile < tiles; tile += team.warps) {
-    Slots values, probabilities_of_tile;
+  const int tiles = keys.tiles();
+  for (int tile = team.warp; tile < tiles; tile += team.warps) {
+    RowSlots values, probabilities_of_tile;
     if constexpr (Staged) {
-      staged_tile<V>(staged + tile * attn::kTile, team.lane, values);
+      staged_tile<V>(shared.scores + tile * kRowTile, team.lane, values);
+      if (sub(shared.narrow_max[tile], state.max) >= kNear) {
+        normal_probabilities(values, state.max, sum, probabilities_of_tile);
+      } else {
+        probabilities(values, state.max, sum, probabilities_of_tile);
+      }
     } else {
-      load_tile<In, V, Masked>(scores, keys, tile * attn::kTile, team.lane, attn::negative_infinity(), values);
+      load_tile<In, V, Masked>(scores, keys, tile * kRowTile, team.lane, attn::negative_infinity(), values);
+      probabilities(values, state.max, sum, probabilities_of_tile);
     }
-    probabilities(values, state.max, sum, probabilities_of_tile);
-    store_tile<Out, V, Masked>(probs, keys, tile * attn::kTile, team.lane, probabilities_of_tile);
+    store_tile<Out, V, Masked>(probs, keys, tile * kRowTile, team.lane, probabilities_of_tile);
   }
   if constexpr (Masked) store_zeros(probs, keys.kept, total, team.member, team.size);
 }
 
 template <typename In, int V, bool Masked, bool Wide, bool Staged>
-__global__ void __launch_bounds__(kMaxThreads<Wide>) softmax_forward_kernel(const __grid_constant__ ForwardArguments arguments) {
+__global__ void __launch_bounds__(Wide ? kForwardThreads : kNarrowThreads, Wide ? kWideBlocks : 1) softmax_forward_kernel(const __grid_constant__ ForwardArguments arguments) {
   extern __shared__ float4 storage[];
   const Team<Wide> team;
   const Axes& axes = arguments.axes;
@@ -79,20 +89,23 @@ __global__ void __launch_bounds__(kMaxThreads<Wide>) softmax_forward_kernel(cons
   for (int64_t row = static_cast<int64_t>(blockIdx.x) * team.teams() + team.place(); row < axes.rows; row += step) {
     const In* scores = static_cast<const In*>(arguments.scores.data) + row_offset(axes, arguments.scores.strides, row);
     const Keys keys = keys_of_row<Masked>(axes, arguments.mask, arguments.keys, row);
-    const int64_t tiles = (keys.count + attn::kTile - 1) / attn::kTile;
+    const int tiles = keys.tiles(), total = static_cast<int>(arguments.keys);
     attn::RowState state = attn::empty_row();
-    int64_t begin = 0;
+    int begin = 0;
     do {
-      const int64_t end = min(tiles, begin + kChunk);
-      for (int64_t tile = begin + team.warp; tile < end; tile += team.warps) {
-        Slots values;
-        load_tile<In, V, Masked>(scores, keys, tile * attn::kTile, team.lane, attn::negative_infinity(), values);
-        if constexpr (Staged) stage_tile<V>(shared.scores + tile * attn::kTile, team.lane, values);
-        const attn::RowState found = tile_state<V>(values, team.lane);
-        if (team.lane == 0) shared.tiles[tile - begin] = found;
+      const int end = min(tiles, begin + kChunk);
+      for (int tile = begin + team.warp; tile < end; tile += team.warps) {
+        RowSlots values;
+        load_tile<In, V, Masked>(scores, keys, tile * kRowTile, team.lane, attn::negative_infinity(), values);
+        if constexpr (Staged) stage_tile<V>(shared.scores + tile * kRowTile, team.lane, values);
+        const TileState found = tile_state<V>(values, team.lane);
+        if (team.lane == 0) {
+          shared.tiles[tile - begin] = found.state;
+          if constexpr (Staged) shared.narrow_max[tile] = found.narrow_max;
+        }
       }
       team.sync();
-      if (team.warp == 0) state = merge_tiles(shared.tiles, static_cast<int>(end - begin), state, team.lane);
+      if (team.warp == 0) state = merge_tiles(shared.tiles, end - begin, state, team.lane);
       begin = end;
       if (begin < tiles) team.sync();
     } while (begin < tiles);
@@ -109,10 +122,10 @@ __global__ void __launch_bounds__(kMaxThreads<Wide>) softmax_forward_kernel(cons
     }
     if (arguments.probs_are_float) {
       float* probs = static_cast<float*>(arguments.probs) + row * arguments.keys;
-      normalise<In, float, V, Masked, Wide, Staged>(scores, probs, shared.scores, keys, state, arguments.keys, team);
+      normalise<In, float, V, Masked, Wide, Staged>(scores, probs, shared, keys, state, total, team);
     } else if constexpr (sizeof(In) != sizeof(float)) {
       In* probs = static_cast<In*>(arguments.probs) + row * arguments.keys;
-      normalise<In, In, V, Masked, Wide, Staged>(scores, probs, shared.scores, keys, state, arguments.keys, team);
+      normalise<In, In, V, Masked, Wide, Staged>(scores, probs, shared, keys, state, total, team);
     }
   }
 }
@@ -147,7 +160,7 @@ extern "C" int attn_cuda_softmax_forward(int device, void* stream, const attn_cu
   const DeviceScope scope(device);
   if (scope.error() != cudaSuccess) return scope.error();
   Block block;
-  const cudaError_t error = choose_block(device, shape->keys, 1, sizeof(attn::RowState), &block);
+  const cudaError_t error = choose_block(device, kForwardThreads, axes.rows, shape->keys, 1, kForwardWords * sizeof(float), &block);
   if (error != cudaSuccess) return error;
   const ForwardArguments arguments{axes,
                                    shape->keys,

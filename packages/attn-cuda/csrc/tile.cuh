@@ -1,15 +1,23 @@
-// One tile of 256 slots over the 32 lanes of a warp, and the state of a row over its tiles.
+// One tile of slots over the 32 lanes of a warp, and the state of a row over its tiles.
 #pragma once
 
 #include "arithmetic.cuh"
+
+// The build option of the tile sweep. Contract ordered-v1 has 256; a build with another tile is refused at load.
+#if !defined(ATTN_CUDA_SOFTMAX_TILE)
+#define ATTN_CUDA_SOFTMAX_TILE 256
+#endif
 
 namespace attn_cuda {
 
 constexpr int kLanes = 32;
 constexpr int kSlots = attn::kTile / kLanes;  // slots of one lane
 constexpr unsigned kAllLanes = 0xFFFFFFFFu;
+constexpr int kRowTile = ATTN_CUDA_SOFTMAX_TILE;  // of the joint softmax
+constexpr int kRowSlots = kRowTile / kLanes;
+static_assert(kRowTile == 64 || kRowTile == 128 || kRowTile == 256 || kRowTile == 512);
 
-using Slots = float[kSlots];
+using RowSlots = float[kRowSlots];
 
 // Slot of element k of a lane; V neighbours are accessed as one vector (V = 1 or 2).
 template <int V>
@@ -18,23 +26,26 @@ __device__ __forceinline__ int slot(int k, int lane) {
 }
 
 // tree(+) of the contract, for the layout `slot<V>`; every lane gets the result. RN(a + b) is commutative, so both lanes of a pair may
-// compute it. V = 1: halves 128, 64, 32 pair elements of a lane, 16 .. 1 pair lanes. V = 2: halves 128, 64 pair elements, 32 .. 2 pair
+// compute it. V = 1: halves down to 32 pair elements of a lane, 16 .. 1 pair lanes. V = 2: halves down to 64 pair elements, 32 .. 2 pair
 // lanes (lanes below 16 carry the even slots, the others the odd ones), and half 1 pairs the two carriers.
-template <int V>
-__device__ __forceinline__ float tree_sum(const Slots& values, int lane) {
-  float quarter[kSlots / 4];
+template <int V, int N>
+__device__ __forceinline__ float tree_sum(const float (&values)[N], int lane) {
+  float pair[N];
 #pragma unroll
-  for (int k = 0; k < kSlots / 4; ++k) {
-    quarter[k] = add(add(values[k], values[k + 4]), add(values[k + 2], values[k + 6]));
+  for (int k = 0; k < N; ++k) pair[k] = values[k];
+#pragma unroll
+  for (int half = N / 2; half >= 2; half /= 2) {
+#pragma unroll
+    for (int k = 0; k < half; ++k) pair[k] = add(pair[k], pair[k + half]);
   }
   float sum;
   if constexpr (V == 1) {
-    sum = add(quarter[0], quarter[1]);
+    sum = add(pair[0], pair[1]);
     sum = add(sum, __shfl_xor_sync(kAllLanes, sum, 16));
   } else {
     const bool odd = lane >= 16;
-    const float received = __shfl_xor_sync(kAllLanes, odd ? quarter[0] : quarter[1], 16);
-    sum = add(odd ? quarter[1] : quarter[0], received);
+    const float received = __shfl_xor_sync(kAllLanes, odd ? pair[0] : pair[1], 16);
+    sum = add(odd ? pair[1] : pair[0], received);
   }
 #pragma unroll
   for (int distance = 8; distance >= 1; distance /= 2) sum = add(sum, __shfl_xor_sync(kAllLanes, sum, distance));
@@ -42,27 +53,60 @@ __device__ __forceinline__ float tree_sum(const Slots& values, int lane) {
   return sum;
 }
 
-// Maximum over the tile, NaN if any slot is NaN. The order is free: a maximum does not round. Integers ordered as floats let one
-// instruction reduce the warp; `maximum` has made every NaN the positive canonical one, which orders above infinity.
-__device__ __forceinline__ float tile_max(const Slots& values) {
-  float largest = maximum(values[0], values[1]);
-#pragma unroll
-  for (int k = 2; k < kSlots; ++k) largest = maximum(largest, values[k]);
+// Maximum over the warp, NaN if any lane has one. The order is free: a maximum does not round. Integers ordered as floats let one instruction
+// reduce the warp; `maximum` has made every NaN the positive canonical one, which orders above infinity.
+__device__ __forceinline__ float warp_max(float largest) {
   const int bits = static_cast<int>(float_to_bits(largest));
   const int ordered = bits ^ ((bits >> 31) & 0x7FFFFFFF);
   const int reduced = __reduce_max_sync(kAllLanes, ordered);
   return bits_to_float(static_cast<uint32_t>(reduced ^ ((reduced >> 31) & 0x7FFFFFFF)));
 }
 
-// State of one tile: the contract's step 2.
-template <int V>
-__device__ __forceinline__ attn::RowState tile_state(const Slots& scores, int lane) {
-  const float max = tile_max(scores);
-  if (max == attn::negative_infinity()) return attn::empty_row();
-  Slots terms;
+// Maximum over the tile, NaN if any slot is NaN.
+template <int N>
+__device__ __forceinline__ float tile_max(const float (&values)[N]) {
+  float largest = maximum(values[0], values[1]);
 #pragma unroll
-  for (int k = 0; k < kSlots; ++k) terms[k] = exp_nonpositive(sub(scores[k], max));
-  return attn::RowState{max, tree_sum<V>(terms, lane)};
+  for (int k = 2; k < N; ++k) largest = maximum(largest, values[k]);
+  return warp_max(largest);
+}
+
+// A tile is narrow when no score lies further below its maximum, and near when its maximum lies no further below the row's. Then
+// exp(x - m_t) is normal, and exp(x - m) is normal and a numerator of `quotient` (exp(-55) = 2^-79.3).
+constexpr float kNarrow = -44.0f;
+constexpr float kNear = -11.0f;
+
+// Whether no slot lies further than kNarrow below the maximum; the same for all lanes. No comparison with NaN holds.
+template <int N>
+__device__ __forceinline__ bool is_narrow(const float (&scores)[N], float max) {
+  float least = fminf(scores[0], scores[1]);
+#pragma unroll
+  for (int k = 2; k < N; ++k) least = fminf(least, scores[k]);
+  return __all_sync(kAllLanes, sub(least, max) >= kNarrow);
+}
+
+// What pass two needs of a tile: its state, and its maximum where it is narrow, else -inf.
+struct TileState {
+  attn::RowState state;
+  float narrow_max;
+};
+
+// State of one tile: the contract's step 2.
+template <int V, int N>
+__device__ __forceinline__ TileState tile_state(const float (&scores)[N], int lane) {
+  const float max = tile_max(scores);
+  if (max == attn::negative_infinity()) return TileState{attn::empty_row(), max};
+  float terms[N], narrow_max;
+  if (is_narrow(scores, max)) {
+    narrow_max = max;
+#pragma unroll
+    for (int k = 0; k < N; ++k) terms[k] = exp_normal(sub(scores[k], max));
+  } else {
+    narrow_max = attn::negative_infinity();
+#pragma unroll
+    for (int k = 0; k < N; ++k) terms[k] = exp_nonpositive(sub(scores[k], max));
+  }
+  return TileState{{max, tree_sum<V>(terms, lane)}, narrow_max};
 }
 
 // attn::merge of `count` tiles into `row`, left to right, by one warp; every lane gets the result.

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -80,6 +81,32 @@ def test_a_build_past_the_refusal_is_reported_at_load(nvcc: str, package: Path, 
     flags.restype = ctypes.c_char_p
     reason = flag_reason(flags().decode())
     assert reason is not None and "ftz=true" in reason
+
+
+def test_the_fingerprint_is_of_sources_flags_compiler_and_architectures(nvcc: str, package: Path, tmp_path: Path) -> None:
+    source, build = tmp_path / "source", tmp_path / "build"
+    shutil.copytree(package, source, ignore=shutil.ignore_patterns("build", "tests", "src"))
+
+    def fingerprint() -> str:
+        done = _cmake("--build", str(build), "--target", "attn_cuda_build_info")
+        assert done.returncode == 0, done.stdout + done.stderr
+        found = re.search(r'ATTN_CUDA_FINGERPRINT "(\w{64})"', (build / "attn_build_info.h").read_text())
+        assert found is not None
+        return found.group(1)
+
+    assert _configure(source, build, f"-DCMAKE_CUDA_COMPILER={nvcc}").returncode == 0
+    seen = [fingerprint()]
+    assert fingerprint() == seen[0]
+    for path in sorted((source / "csrc").iterdir()):
+        path.write_text(path.read_text() + "\n")
+        seen.append(fingerprint())
+    for option in ("-DATTN_CUDA_ARCHITECTURES=80-real;90a-real", "-DCMAKE_CUDA_FLAGS=-lineinfo"):
+        assert _configure(source, build, option).returncode == 0
+        seen.append(fingerprint())
+    assert len(set(seen)) == len(seen)
+    info = (build / "attn_build_info.h").read_text()
+    assert 'ATTN_CUDA_ARCHITECTURES "90a-real"' in info and "-lineinfo" in info and re.search(r'ATTN_CUDA_COMPILER "NVIDIA \d+', info)
+    assert "/attn/ordered.h" in (build / "build.ninja").read_text()
 
 
 def test_without_compilers_it_installs_and_says_why(package: Path, tmp_path: Path) -> None:

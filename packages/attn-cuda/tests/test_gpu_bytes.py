@@ -13,25 +13,30 @@ from torch import Tensor
 
 Same = Callable[..., None]
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
-# Lanes, tiles, a warp a row up to 1024, then blocks of 128, 256 and 512 threads, and rows that exceed shared memory (forward, backward).
+INF = float("inf")
+# Lanes, tiles, a warp a row up to 1024, then blocks whose warps follow the tiles, and rows that exceed shared memory (forward, backward).
 LENGTHS = (1, 2, 31, 32, 33, 255, 256, 257, 512, 1000, 1024, 1025, 4608, 5121, 6544, 7401, 10241, 16385, 30001)
+# Of ordered-v2: a warp a row up to 1024, then a warp a tile, and rows with more tiles than warps (8 backward, 12 or 16 forward).
+LENGTHS_V2 = (1, 33, 255, 1000, 1023, 1024, 1025, 2048, 4608, 6544, 7401, 8193, 12289, 16385, 30001)
 
 
 def _random(*shape: int, seed: int, dtype: torch.dtype, scale: float = 4.0) -> Tensor:
     return (torch.randn(shape, generator=torch.Generator().manual_seed(seed)) * scale).to(dtype)
 
 
-def _compare(same: Same, device: torch.device, scores: Tensor, mask: Tensor | None, dprobs: Tensor, what: str) -> None:
+def _compare(
+    same: Same, device: torch.device, scores: Tensor, mask: Tensor | None, dprobs: Tensor, what: str, contract: str | None = None
+) -> None:
     """Forward and backward of one call; scores may be a strided view, which is kept on the device."""
     wanted_in = scores.detach().clone().requires_grad_()
-    wanted = reference.joint_attn_softmax(wanted_in, key_padding_mask=mask)
+    wanted = reference.joint_attn_softmax(wanted_in, key_padding_mask=mask, contract=contract)
     (wanted_gradient,) = torch.autograd.grad(wanted, wanted_in, dprobs)
     base = scores.detach()
     storage = torch.empty(base.untyped_storage().size() // base.element_size(), dtype=base.dtype)
     storage.set_(base.untyped_storage())
     found_in = storage.to(device).as_strided(base.shape, base.stride(), base.storage_offset()).requires_grad_()
     _poison(device)
-    found = attn_cuda.joint_attn_softmax(found_in, key_padding_mask=None if mask is None else mask.to(device))
+    found = attn_cuda.joint_attn_softmax(found_in, key_padding_mask=None if mask is None else mask.to(device), contract=contract)
     (found_gradient,) = torch.autograd.grad(found, found_in, dprobs.to(device))
     same(found, wanted, f"{what}: probs")
     same(found_gradient, wanted_gradient, f"{what}: dscores")
@@ -183,3 +188,23 @@ def test_results_beyond_two_to_the_31_elements(cuda: torch.device, assert_same_b
     last = (rows - 64) // 64 * 64
     assert_same_bits(found[last : last + 64], wanted)
     assert torch.equal(found.view(torch.int16), wanted.to(cuda).repeat(rows // 64 + 1, 1)[:rows].view(torch.int16))
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("keys", LENGTHS_V2)
+def test_bytes_of_ordered_v2(cuda: torch.device, assert_same_bits: Same, keys: int, dtype: torch.dtype) -> None:
+    mask = torch.rand(2, keys, generator=torch.Generator().manual_seed(keys)) < 0.7
+    dprobs = _random(2, 3, keys, seed=keys + 1, dtype=dtype, scale=1.0)
+    for scale in (4.0, 60.0):
+        scores = _random(2, 3, keys, seed=keys, dtype=dtype, scale=scale)
+        for kept in (None, mask):
+            _compare(assert_same_bits, cuda, scores, kept, dprobs, f"T={keys} scale={scale}", "ordered-v2")
+        scores[0, 0, : keys // 2], scores[0, 1], scores[1, 0, keys // 3], scores[1, 1, -1] = -INF, -INF, float("nan"), INF
+        scores[1, 2, ::3], scores[1, 0, 0] = -INF, -INF
+        _compare(assert_same_bits, cuda, scores, None, dprobs, f"T={keys} with specials", "ordered-v2")
+
+
+def test_strides_of_ordered_v2(cuda: torch.device, assert_same_bits: Same) -> None:
+    base = _random(3, 2, 4, 2601, seed=5, dtype=torch.bfloat16)
+    for view in (base[..., 1:], base[..., :2600], base.transpose(1, 2), base[:, :1].expand(3, 2, 4, 2601), base[..., ::2]):
+        _compare(assert_same_bits, cuda, view, None, _random(*view.shape, seed=6, dtype=torch.bfloat16), f"{view.stride()}", "ordered-v2")

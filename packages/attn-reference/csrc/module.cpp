@@ -1,4 +1,4 @@
-// attn_reference._host: the host kernels of ordered-v1 over raw addresses and element strides. The GIL is released while they run.
+// attn_reference._host: the host kernels of ordered-v1 and ordered-v2 over raw addresses and element strides. The GIL is released while they run.
 #include <pybind11/pybind11.h>
 #include <pybind11/stl.h>
 
@@ -105,27 +105,31 @@ void define_product(py::module_& module, const char* name, ProductFunction funct
       py::arg("sizes"), py::arg("scale"), py::arg("left"), py::arg("right"), py::arg("out"), py::arg("threads"), py::arg("variant"));
 }
 
-void define_softmax(py::module_& module) {
+using SoftmaxForwardFunction = void (*)(const host::SoftmaxProblem&, const host::SoftmaxForward&, int, host::Variant);
+using SoftmaxBackwardFunction = void (*)(const host::SoftmaxProblem&, const host::SoftmaxBackward&, int, host::Variant);
+
+void define_softmax(py::module_& module, const char* forward_name, SoftmaxForwardFunction forward, const char* backward_name,
+                    SoftmaxBackwardFunction backward) {
   module.def(
-      "softmax_forward",
-      [](const std::array<int64_t, 4>& sizes, const Array& scores, Address mask, const Array& probs, Address row_max, Address row_sum,
-         int threads, const std::string& variant) {
+      forward_name,
+      [forward](const std::array<int64_t, 4>& sizes, const Array& scores, Address mask, const Array& probs, Address row_max,
+                Address row_sum, int threads, const std::string& variant) {
         const host::SoftmaxForward results{probs.output(), probs.dtype, pointer<float>(row_max), pointer<float>(row_sum)};
         const host::Variant chosen = variant_of(variant);
         const py::gil_scoped_release release;
-        host::softmax_forward(softmax_problem(sizes, scores, mask), results, threads, chosen);
+        forward(softmax_problem(sizes, scores, mask), results, threads, chosen);
       },
       py::arg("sizes"), py::arg("scores"), py::arg("mask"), py::arg("probs"), py::arg("row_max"), py::arg("row_sum"), py::arg("threads"),
       py::arg("variant"));
   module.def(
-      "softmax_backward",
-      [](const std::array<int64_t, 4>& sizes, const Array& scores, Address mask, const Array& dprobs, Address row_max, Address row_sum,
-         const Array& dscores, int threads, const std::string& variant) {
+      backward_name,
+      [backward](const std::array<int64_t, 4>& sizes, const Array& scores, Address mask, const Array& dprobs, Address row_max,
+                 Address row_sum, const Array& dscores, int threads, const std::string& variant) {
         const host::SoftmaxBackward gradients{dprobs.input(), dprobs.dtype, pointer<const float>(row_max), pointer<const float>(row_sum),
                                               dscores.output()};
         const host::Variant chosen = variant_of(variant);
         const py::gil_scoped_release release;
-        host::softmax_backward(softmax_problem(sizes, scores, mask), gradients, threads, chosen);
+        backward(softmax_problem(sizes, scores, mask), gradients, threads, chosen);
       },
       py::arg("sizes"), py::arg("scores"), py::arg("mask"), py::arg("dprobs"), py::arg("row_max"), py::arg("row_sum"), py::arg("dscores"),
       py::arg("threads"), py::arg("variant"));
@@ -178,7 +182,7 @@ void define_attention(py::module_& module) {
 }  // namespace
 
 PYBIND11_MODULE(_host, module) {
-  module.doc() = "Host kernels of ordered-v1 over raw addresses.";
+  module.doc() = "Host kernels of ordered-v1 and ordered-v2 over raw addresses.";
   py::enum_<host::DType>(module, "DType")
       .value("float32", host::DType::float32)
       .value("bfloat16", host::DType::bfloat16)
@@ -196,7 +200,8 @@ PYBIND11_MODULE(_host, module) {
     return names;
   });
   module.def("best_variant", [] { return std::string(host::variant_name(host::best_variant())); });
-  define_softmax(module);
+  define_softmax(module, "softmax_forward", host::softmax_forward, "softmax_backward", host::softmax_backward);
+  define_softmax(module, "softmax_v2_forward", host::softmax_v2_forward, "softmax_v2_backward", host::softmax_v2_backward);
   define_product(module, "product_over_width", host::product_over_width);
   define_product(module, "product_over_keys", host::product_over_keys);
   define_product(module, "product_over_queries", host::product_over_queries);

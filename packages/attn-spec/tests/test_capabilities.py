@@ -32,6 +32,17 @@ def test_an_operator_that_is_absent_is_a_reason() -> None:
     assert CAPABILITIES.reasons(replace(PROBLEM, op="joint_attention")) == ("operator joint_attention (supported: attention)",)
 
 
+def test_a_contract_that_does_not_cover_the_operator_is_a_reason() -> None:
+    """A backend that has a contract runs it for the operators that the contract covers, and for no other."""
+    softmax = OperatorSupport()
+    backend = Capabilities(("cpu",), {"attention": SUPPORT, "joint_attn_softmax": softmax}, contracts=("ordered-v1", "ordered-v2"))
+    covered = Problem(op="joint_attn_softmax", dtype="float32", contract="ordered-v2")
+    assert backend.reasons(covered) == ()
+    assert backend.reasons(replace(PROBLEM, contract="ordered-v2")) == ("contract ordered-v2 for attention (it covers joint_attn_softmax)",)
+    older = replace(backend, contracts=("ordered-v1",))
+    assert older.reasons(covered) == ("contract ordered-v2 (supported: ordered-v1)",)
+
+
 def test_each_option_alone_is_noticed() -> None:
     """A backend that declares nothing refuses each option; none is dropped."""
     bare = Capabilities(("cpu",), {"attention": OperatorSupport()})

@@ -49,6 +49,22 @@ def test_check_passes_for_the_definition_and_prints_the_trace(op, capsys):
     assert "FAIL" not in printed and "trace kernel_fingerprint" in printed and "among twice its neighbours" in printed
 
 
+@pytest.mark.parametrize("window", (("2", "none"), ("none", "1"), ("none", "none"), ("0", "0")))
+def test_check_takes_a_window_that_is_open(window, capsys):
+    assert main(["check", *SMALL, "--no-causal", "--window", *window, "--candidate", "host"]) == 0
+    assert "FAIL" not in capsys.readouterr().out
+    with pytest.raises(SystemExit):
+        main(["check", *SMALL, "--window", "wide", "none"])
+
+
+def test_an_open_window_is_not_a_bounded_one(monkeypatch, capsys):
+    seen = []
+    monkeypatch.setattr(check_module, "check", lambda call, *rest: seen.append(call.options["window"]) or {})
+    for window in (("2", "none"), ("2", "0")):
+        main(["check", *SMALL, "--window", *window])
+    assert seen == [(2, None), (2, 0)]
+
+
 class Splitting:
     """The reference with one addition that depends on the batch size, as a split over the batch would."""
 

@@ -50,9 +50,11 @@ def test_a_backend_by_name_never_falls_back(install: Install) -> None:
 
 
 def test_an_operator_by_name_never_falls_back(install: Install) -> None:
-    install(good=Double("good"))
-    with pytest.raises(BackendUnavailable, match=r"operator attention \(supported: joint_attn_softmax\)"):
-        get_op("attention", backend="good")
+    install(good=Double("good"), gone=Double("gone", reason="no driver"))
+    for backend in ("good", "gone", "good:other"):
+        with pytest.raises(UnsupportedProblem, match=r"operator attention \(supported: joint_attn_softmax\)") as caught:
+            get_op("attention", backend=backend)
+        assert caught.value.backend == backend and len(caught.value.reasons) == 1
 
 
 def test_nobody_left_lists_every_rejection(install: Install) -> None:
@@ -68,7 +70,7 @@ def test_nobody_left_lists_every_rejection(install: Install) -> None:
         ({"name": "atention"}, r"unknown operator 'atention'; known: joint_attn_qk_gemm, .*attention"),
         ({"name": SOFTMAX, "backend": "bad"}, r"unknown backend 'bad'; known: good"),
         ({"name": SOFTMAX, "backend": "good:bad"}, r"unknown engine of good 'bad'; known: plain, other"),
-        ({"name": SOFTMAX, "contract": "ordered-v0"}, r"unknown contract 'ordered-v0'; known: ordered-v1"),
+        ({"name": SOFTMAX, "contract": "ordered-v0"}, r"unknown contract 'ordered-v0'; known: ordered-v1, ordered-v2"),
         ({"name": SOFTMAX, "device": "abacus"}, r"unknown device 'abacus'; known: cpu, cuda, rocm"),
     ),
 )

@@ -111,6 +111,12 @@ def test_a_test_of_one_framework_leaves_the_others_out(suite: pytest.Pytester) -
     run(suite, "--attn-backend", "good").assert_outcomes(deselected=2)
 
 
+def test_a_test_of_one_device_leaves_the_others_out(suite: pytest.Pytester) -> None:
+    suite.makepyfile(test_one="import pytest\n\n@pytest.mark.attn_device('cuda')\ndef test_gpu(backend):\n    raise AssertionError\n")
+    run(suite, "--attn-backend", "good").assert_outcomes(deselected=2)
+    run(suite, "--attn-backend", "good:plain", "--attn-device", "cuda").assert_outcomes(failed=1)
+
+
 def test_a_fixture_of_the_same_name_elsewhere_is_left_alone(suite: pytest.Pytester) -> None:
     suite.makepyfile(
         test_one="import pytest\n\n@pytest.fixture\ndef backend():\n    return 3\n\ndef test_mine(backend):\n    assert backend == 3\n"

@@ -8,6 +8,7 @@ from __future__ import annotations
 import argparse
 import datetime
 import platform
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +24,7 @@ from attn_shared_tests.reference import NAME
 
 FOLDER = Path(__file__).with_name("goldens")
 CONTRACT = "ordered-v1"
+"""The contract of a call that names none."""
 MOST_BYTES = 65536
 
 
@@ -50,6 +52,11 @@ def golden_calls() -> dict[str, Call]:
         "joint-attention-bfloat16": problems.joint(dtype="bfloat16", gradient=True, prompt_mask=problems.mask_of((8, 3), 8)),
         "softmax-float32": problems.softmax((2, 2, 700), gradient=True, key_padding_mask=problems.mask_of((700, 300), 700)[:, ::-1].copy()),
         "softmax-bfloat16": problems.softmax((2, 513), dtype="bfloat16", gradient=True),
+        "softmax-v2-float32": replace(
+            problems.softmax((2, 1300), gradient=True, key_padding_mask=problems.mask_of((1300, 1100), 1300)[:, ::-1].copy()),
+            contract="ordered-v2",
+        ),
+        "softmax-v2-bfloat16": replace(problems.softmax((2, 2049), dtype="bfloat16", gradient=True), contract="ordered-v2"),
         "qk-gemm-float16": _gemm(
             "joint_attn_qk_gemm", {"q": (1, 4, 5, 72), "k": (1, 2, 7, 72)}, "scores", (1, 4, 5, 7), "float16", "float32"
         ),
@@ -64,7 +71,9 @@ def record(call: Call, results: dict[str, np.ndarray], header: dict[str, Any]) -
     arrays = {f"in.{name}": array for name, array in call.arrays.items()}
     arrays |= {f"cotangent.{name}": array for name, array in (call.cotangents or {}).items()}
     arrays |= {f"out.{name}": array for name, array in results.items()}
-    return Recording(arrays, {**header, "op": call.op, "options": dict(call.options), "wrt": list(call.wrt), "contract": CONTRACT})
+    return Recording(
+        arrays, {**header, "op": call.op, "options": dict(call.options), "wrt": list(call.wrt), "contract": call.contract or CONTRACT}
+    )
 
 
 def replay(recording: Recording) -> tuple[Call, dict[str, np.ndarray]]:

@@ -129,7 +129,11 @@ BAD: dict[str, tuple[Call, type[Exception] | tuple[type[Exception], ...], str]] 
         ValueError,
         r"prompt_mask must have shape \[B, T_txt\] = \[2, 8\]; got \[2, 16\]",
     ),
-    "unknown contract": (replace(BASE, contract="ordered-v0"), UnknownName, r"unknown contract 'ordered-v0'; known: ordered-v1"),
+    "unknown contract": (
+        replace(BASE, contract="ordered-v0"),
+        UnknownName,
+        r"unknown contract 'ordered-v0'; known: ordered-v1, ordered-v2",
+    ),
 }
 OPTIONS: dict[str, dict[str, Any]] = {
     "mask": {"key_padding_mask": np.zeros((2, 7), bool)},

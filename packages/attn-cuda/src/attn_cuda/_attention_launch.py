@@ -10,16 +10,12 @@ from attn_spec import UnsupportedProblem
 from attn_spec.torch import AttentionInputs
 from torch import Tensor
 
-from attn_cuda._arrays import Array, address, array, dtype_code, module_for, place
+from attn_cuda._arrays import address, array, dtype_code, module_for, place
 
 __all__ = ["MAX_HEAD_DIM", "AttentionKernels"]
 
 MAX_HEAD_DIM = 256
 """Largest head dim of q, k and v that the kernels hold."""
-
-_OPTIONS = ("kv_lengths", "q_start", "k_start", "cu_seqlens_q", "cu_seqlens_k", "seqlens_q", "seqlens_k", "sinks")
-
-Problem = tuple[Any, ...]
 
 
 class AttentionKernels:
@@ -31,17 +27,17 @@ class AttentionKernels:
     def attention_forward(self, inputs: AttentionInputs, out_dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         """out (layout of q, V columns, ``out_dtype``), LSE, row max and row sum (float32, ``inputs.row_shape``)."""
         module = _module(inputs)
-        q = inputs.q
-        out = torch.empty((*q.shape[:-1], inputs.v.shape[-1]), dtype=out_dtype, device=q.device)
-        lse, row_max, row_sum = (torch.empty(inputs.row_shape, dtype=torch.float32, device=q.device) for _ in range(3))
-        if lse.numel():
-            problem, kept = _problem(module, inputs)
-            device, stream = place(q)
-            workspace = _workspace(q, module.attention_forward_workspace(device, problem))
-            results = (out.data_ptr(), dtype_code(module, out_dtype), lse.data_ptr(), row_max.data_ptr(), row_sum.data_ptr())
-            module.attention_forward(device, stream, problem, results, address(workspace))
-            del kept, workspace
+        out, lse = _results(inputs, out_dtype)
+        row_max, row_sum = torch.empty_like(lse), torch.empty_like(lse)
+        _forward(module, inputs, out, lse, (row_max, row_sum))
         return out, lse, row_max, row_sum
+
+    def attention_inference(self, inputs: AttentionInputs, out_dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+        """out and LSE; the row state goes to the workspace, since allocations are a large part of a small call."""
+        module = _module(inputs)
+        out, lse = _results(inputs, out_dtype)
+        _forward(module, inputs, out, lse, None)
+        return out, lse
 
     def attention_backward(
         self, inputs: AttentionInputs, dout: Tensor, dlse: Tensor | None, row_max: Tensor, row_sum: Tensor, needs: frozenset[str]
@@ -60,17 +56,48 @@ class AttentionKernels:
             device, stream = place(inputs.q)
             rows = [None if row is None else row.to(torch.float32).contiguous() for row in (dlse, row_max, row_sum)]
             pointers = (*map(address, rows), *(address(found.get(name)) for name in tensors))
-            gradients = (array(module, dout), pointers, tuple(found["bias"].shape) if "bias" in found else (1, 1, 1, 1))
+            gradients = (*array(module, dout), *pointers, *(found["bias"].shape if "bias" in found else (1, 1, 1, 1)))
             workspace = _workspace(inputs.q, module.attention_backward_workspace(device, problem, gradients))
             module.attention_backward(device, stream, problem, gradients, address(workspace))
             del kept, rows, workspace
         return found
 
 
+def _results(inputs: AttentionInputs, out_dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    q = inputs.q
+    out = q.new_empty((*q.shape[:-1], inputs.v.shape[-1]), dtype=out_dtype)
+    return out, q.new_empty(inputs.row_shape, dtype=torch.float32)
+
+
+def _forward(module: ModuleType, inputs: AttentionInputs, out: Tensor, lse: Tensor, states: tuple[Tensor, Tensor] | None) -> None:
+    """Enqueue the kernels; ``states`` are row max and row sum, or None to forget them."""
+    if not lse.numel():
+        return
+    problem, kept = _problem(module, inputs)
+    device, stream = place(out)
+    size = module.attention_forward_workspace(device, problem)
+    workspace: Tensor | None
+    if states is None:
+        size, row = _aligned(size), _aligned(4 * lse.numel())
+        workspace = out.new_empty(size + 2 * row, dtype=torch.uint8)
+        row_max = workspace.data_ptr() + size
+        addresses = row_max, row_max + row
+    else:
+        workspace = _workspace(out, size)
+        addresses = states[0].data_ptr(), states[1].data_ptr()
+    results = (out.data_ptr(), dtype_code(module, out.dtype), lse.data_ptr(), *addresses)
+    module.attention_forward(device, stream, problem, results, address(workspace))
+    del kept, workspace
+
+
+def _aligned(size: int) -> int:
+    """Bytes up to the next multiple of 256, the alignment of an allocation."""
+    return (size + 255) // 256 * 256
+
+
 def _module(inputs: AttentionInputs, *others: Tensor | None) -> ModuleType:
     """The compiled module, once the inputs are known to be ones that it runs."""
-    tensors = (inputs.k, inputs.v, inputs.query_mask, inputs.key_mask, inputs.bias, *(getattr(inputs, name) for name in _OPTIONS), *others)
-    module = module_for(inputs.q, *tensors)
+    module = module_for(inputs.q, inputs.k, inputs.v, inputs.bias, *_options(inputs), *others)
     reasons = []
     if inputs.dropout_seed is not None or inputs.dropout_p > 0.0:
         reasons.append("dropout (not supported)")
@@ -91,30 +118,42 @@ def _check_rows(inputs: AttentionInputs, dout: Tensor, dlse: Tensor | None, row_
             raise ValueError(f"attention_backward: {name} must have shape {list(inputs.row_shape)}; got {list(row.shape)}")
 
 
-def _problem(module: ModuleType, inputs: AttentionInputs) -> tuple[Problem, list[Tensor | None]]:
-    """The problem, and the tensors that it points to until the kernels are enqueued."""
-    q, k, v = inputs.q, inputs.k, inputs.v
-    if inputs.packed:
-        assert inputs.cu_seqlens_q is not None
+def _options(inputs: AttentionInputs) -> tuple[Tensor | None, ...]:
+    """The tensors that the kernels read as contiguous ones, in the order of the C interface."""
+    return (
+        inputs.query_mask,
+        inputs.key_mask,
+        inputs.kv_lengths,
+        inputs.q_start,
+        inputs.k_start,
+        inputs.cu_seqlens_q,
+        inputs.cu_seqlens_k,
+        inputs.seqlens_q,
+        inputs.seqlens_k,
+        inputs.sinks,
+    )
+
+
+def _problem(module: ModuleType, inputs: AttentionInputs) -> tuple[Any, list[Tensor | None]]:
+    """The problem as the C interface takes it, and the tensors that it points to until the kernels are enqueued."""
+    q, k, v, bias = inputs.q, inputs.k, inputs.v, inputs.bias
+    if inputs.cu_seqlens_q is not None:
         (queries, heads, head_dim), (keys, kv_heads) = q.shape, k.shape[:2]
         batch = inputs.cu_seqlens_q.numel() - 1
     else:
         (batch, heads, queries, head_dim), (kv_heads, keys) = q.shape, k.shape[1:3]
-    kept = [None if tensor is None else tensor.contiguous() for tensor in (inputs.query_mask, inputs.key_mask)]
-    kept += [None if tensor is None else tensor.contiguous() for tensor in (getattr(inputs, name) for name in _OPTIONS)]
-    kept.append(inputs.bias)
-    arrays: tuple[Array, Array, Array] = (array(module, q), array(module, k), array(module, v))
-    bias_strides = (0, 0, 0, 0) if inputs.bias is None else _bias_strides(inputs.bias)
-    return (
-        (batch, heads, kv_heads, queries, keys, head_dim, v.shape[-1]),
-        arrays,
-        tuple(map(address, kept)),
-        bias_strides,
-        inputs.causal,
-        inputs.window_left,
-        inputs.window_right,
-        inputs.scale,
-    ), kept
+    kept = [None if tensor is None else tensor.contiguous() for tensor in _options(inputs)]
+    kept.append(bias)
+    values = (
+        *(batch, heads, kv_heads, queries, keys, head_dim, v.shape[-1]),
+        *array(module, q),
+        *array(module, k),
+        *array(module, v),
+        *[0 if tensor is None else tensor.data_ptr() for tensor in kept],
+        *((0, 0, 0, 0) if bias is None else _bias_strides(bias)),
+        *(inputs.causal, inputs.window_left, inputs.window_right),
+    )
+    return module.attention(values, inputs.scale), kept
 
 
 def _bias_strides(bias: Tensor) -> tuple[int, ...]:
@@ -122,4 +161,4 @@ def _bias_strides(bias: Tensor) -> tuple[int, ...]:
 
 
 def _workspace(like: Tensor, size: int) -> Tensor | None:
-    return torch.empty(size, dtype=torch.uint8, device=like.device) if size else None
+    return like.new_empty(size, dtype=torch.uint8) if size else None

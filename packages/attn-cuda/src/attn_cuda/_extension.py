@@ -1,4 +1,4 @@
-"""The compiled module, or why it cannot be used: not built, built with flags that change bits, no device, or no code for the device."""
+"""The compiled module, or why it cannot be used: not built, built with flags or a tile that change bits, no device, or no code for it."""
 
 from __future__ import annotations
 
@@ -8,8 +8,9 @@ from functools import cache
 from types import ModuleType
 
 import torch
+from attn_spec._contract import contract
 
-__all__ = ["architecture_reason", "extension", "flag_reason", "unavailable"]
+__all__ = ["architecture_reason", "build_reason", "device_reason", "extension", "flag_reason", "tile_reason", "unavailable"]
 
 _BAD_FLAGS = re.compile(r"use_fast_math|ftz[= ]+(true|1)|prec-div[= ]+(false|0)")
 
@@ -39,6 +40,23 @@ def flag_reason(flags: str) -> str | None:
     )
 
 
+def tile_reason(tile: int) -> str | None:
+    """Why a build whose joint softmax has this tile is refused, or None."""
+    needed = contract("ordered-v1").tile
+    if tile == needed:
+        return None
+    return f"attn-cuda was built with softmax tile {tile} and contract ordered-v1 needs {needed}; rebuild without ATTN_CUDA_SOFTMAX_TILE"
+
+
+@cache
+def build_reason() -> str | None:
+    """Why this build keeps no contract on any device, or None."""
+    module = extension()
+    if isinstance(module, str):
+        return module
+    return flag_reason(module.FLAGS) or tile_reason(module.SOFTMAX_TILE)
+
+
 def architecture_reason(built: str, capability: int) -> str | None:
     """Why code for ``built`` ("80-real,90a-real,120-virtual") does not run on a device of ``capability`` (10 * major + minor), or None."""
     for name in built.split(","):
@@ -56,17 +74,18 @@ def architecture_reason(built: str, capability: int) -> str | None:
 
 
 @cache
-def _state(device: int) -> str | None:
+def device_reason(device: int) -> str | None:
+    """Why the kernels cannot run on the device of this index, or None. Each GPU is probed once."""
     module = extension()
     if isinstance(module, str):
         return module
-    reason = flag_reason(module.FLAGS) or architecture_reason(module.ARCHITECTURES, module.capability(device))
-    if reason is not None:
-        return reason
     try:
-        failed = module.probe(device)
+        reason = architecture_reason(module.ARCHITECTURES, module.capability(device))
+        failed = 0 if reason is not None else module.probe(device)
     except RuntimeError as error:
         return f"attn-cuda cannot run on device {device}: {error}"
+    if reason is not None:
+        return reason
     if failed:
         names = [name for bit, name in enumerate(module.PROBE_NAMES.split(",")) if failed >> bit & 1]
         return f"this build of attn-cuda does not compute IEEE arithmetic on device {device}: {', '.join(names)}"
@@ -75,11 +94,8 @@ def _state(device: int) -> str | None:
 
 @torch.compiler.assume_constant_result
 def unavailable(device: str) -> str | None:
-    """Why the kernels cannot run on ``device`` here, or None. Each GPU is probed once."""
-    module = extension()
-    if isinstance(module, str):
-        return module
-    reason = flag_reason(module.FLAGS)
+    """Why the kernels cannot run on ``device`` here, or None."""
+    reason = build_reason()
     if reason is not None:
         return reason
     if device != "cuda":
@@ -88,4 +104,4 @@ def unavailable(device: str) -> str | None:
         return f"this build of torch ({torch.__version__}) has no CUDA; install a CUDA build of torch"
     if not torch.cuda.is_available():
         return "torch finds no CUDA device"
-    return _state(torch.cuda.current_device())
+    return device_reason(torch.cuda.current_device())

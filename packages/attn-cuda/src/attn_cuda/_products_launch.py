@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from types import ModuleType
+
 import torch
 from torch import Tensor
 
@@ -39,7 +41,7 @@ def _over_width(rows: Tensor, keys: Tensor, scale: float, out_dtype: torch.dtype
     module = module_for(rows, keys)
     (batch, heads, queries, width), (kv_heads, count) = rows.shape, keys.shape[1:3]
     out = rows.new_empty((batch, heads, queries, count), dtype=out_dtype)
-    return _run(module.OVER_WIDTH, (batch, heads, kv_heads, queries, count, width), scale, rows, keys, out)
+    return _run(module, module.OVER_WIDTH, (batch, heads, kv_heads, queries, count, width), scale, (rows, keys), out)
 
 
 def _over_keys(weights: Tensor, keys: Tensor, scale: float, out_dtype: torch.dtype) -> Tensor:
@@ -47,7 +49,7 @@ def _over_keys(weights: Tensor, keys: Tensor, scale: float, out_dtype: torch.dty
     module = module_for(weights, keys)
     (batch, heads, queries, count), (kv_heads, width) = weights.shape, (keys.shape[1], keys.shape[3])
     out = weights.new_empty((batch, heads, queries, width), dtype=out_dtype)
-    return _run(module.OVER_KEYS, (batch, heads, kv_heads, queries, count, width), scale, weights, keys, out)
+    return _run(module, module.OVER_KEYS, (batch, heads, kv_heads, queries, count, width), scale, (weights, keys), out)
 
 
 def _over_queries(weights: Tensor, rows: Tensor, like: Tensor, scale: float) -> Tensor:
@@ -55,13 +57,12 @@ def _over_queries(weights: Tensor, rows: Tensor, like: Tensor, scale: float) -> 
     module = module_for(weights, rows, like)
     batch, heads, queries, count = weights.shape
     out = torch.empty(like.shape, dtype=like.dtype, device=like.device)
-    return _run(module.OVER_QUERIES, (batch, heads, like.shape[1], queries, count, like.shape[3]), scale, weights, rows, out)
+    return _run(module, module.OVER_QUERIES, (batch, heads, like.shape[1], queries, count, like.shape[3]), scale, (weights, rows), out)
 
 
-def _run(kind: int, sizes: tuple[int, ...], scale: float, left: Tensor, right: Tensor, out: Tensor) -> Tensor:
-    module = module_for(left, right, out)
-    if out.numel():
+def _run(module: ModuleType, kind: int, sizes: tuple[int, ...], scale: float, operands: tuple[Tensor, Tensor], out: Tensor) -> Tensor:
+    if 0 not in out.shape:
         device, stream = place(out)
-        operands = array(module, left), array(module, right)
-        module.product(device, stream, kind, sizes, scale, *operands, out.data_ptr(), dtype_code(module, out.dtype))
+        operands_and_out = *array(module, operands[0]), *array(module, operands[1]), out.data_ptr(), dtype_code(module, out.dtype)
+        module.product(device, stream, (kind, *sizes, *operands_and_out), scale)
     return out

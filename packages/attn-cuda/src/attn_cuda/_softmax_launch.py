@@ -12,6 +12,12 @@ from attn_cuda._arrays import dtype_code, module_for, place
 
 __all__ = ["SoftmaxKernels"]
 
+Sizes = tuple[int, int, int]
+Rows = tuple[int, int, Sizes]
+"""Address, dtype code and element strides of the outer axes."""
+Axis = tuple[int, tuple[int, ...]]
+"""Size, and the stride of each tensor."""
+
 _AXES = 3
 """Outer axes that the kernels address; more are collapsed, or copied when their strides do not allow it."""
 
@@ -24,33 +30,46 @@ class SoftmaxKernels:
 
     def softmax_forward(self, scores: Tensor, mask: Tensor | None, out_dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:
         """scores [..., T], mask bool [B, T] or None -> probs of ``out_dtype``, row max and row sum (float32, scores.shape[:-1])."""
+        return self._forward("softmax_forward", scores, mask, out_dtype)
+
+    def softmax_backward(self, dprobs: Tensor, scores: Tensor, mask: Tensor | None, row_max: Tensor, row_sum: Tensor) -> Tensor:
+        """dprobs (any float dtype) -> dscores in the dtype of scores."""
+        return self._backward("softmax_backward", dprobs, scores, mask, row_max, row_sum)
+
+    def softmax_v2_forward(self, scores: Tensor, mask: Tensor | None, out_dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:
+        """``softmax_forward`` of contract ordered-v2."""
+        return self._forward("softmax_v2_forward", scores, mask, out_dtype)
+
+    def softmax_v2_backward(self, dprobs: Tensor, scores: Tensor, mask: Tensor | None, row_max: Tensor, row_sum: Tensor) -> Tensor:
+        """``softmax_backward`` of contract ordered-v2."""
+        return self._backward("softmax_v2_backward", dprobs, scores, mask, row_max, row_sum)
+
+    def _forward(self, kernel: str, scores: Tensor, mask: Tensor | None, out_dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:
         module = _module(scores, mask)
         stored = out_dtype if out_dtype in (scores.dtype, torch.float32) else torch.float32
         probs = scores.new_empty(scores.shape, dtype=stored)
         row_max = scores.new_empty(scores.shape[:-1], dtype=torch.float32)
         row_sum = torch.empty_like(row_max)
         if probs.numel():
-            sizes, (rows,) = _rows(module, scores)
-            with torch.cuda.device(scores.device):
-                device, stream = place(scores)
-                keys, keep_alive = _compact(module, scores, mask, device, stream)
-                module.softmax_forward(
-                    device,
-                    stream,
-                    sizes,
-                    scores.shape[-1],
-                    (rows.data_ptr(), dtype_code(module, rows.dtype), _strides(rows)),
-                    keys,
-                    probs.data_ptr(),
-                    dtype_code(module, stored),
-                    row_max.data_ptr(),
-                    row_sum.data_ptr(),
-                )
-                del keep_alive
-        return probs.to(out_dtype), row_max, row_sum
+            sizes, (rows,), kept = _rows(module, scores)
+            device, stream = place(scores)
+            keys, keep_alive = _compact(module, scores, mask, device, stream)
+            getattr(module, kernel)(
+                device,
+                stream,
+                sizes,
+                scores.shape[-1],
+                rows,
+                keys,
+                probs.data_ptr(),
+                dtype_code(module, stored),
+                row_max.data_ptr(),
+                row_sum.data_ptr(),
+            )
+            del kept, keep_alive
+        return probs if stored == out_dtype else probs.to(out_dtype), row_max, row_sum
 
-    def softmax_backward(self, dprobs: Tensor, scores: Tensor, mask: Tensor | None, row_max: Tensor, row_sum: Tensor) -> Tensor:
-        """dprobs (any float dtype) -> dscores in the dtype of scores."""
+    def _backward(self, kernel: str, dprobs: Tensor, scores: Tensor, mask: Tensor | None, row_max: Tensor, row_sum: Tensor) -> Tensor:
         module = _module(scores, mask, dprobs, row_max, row_sum)
         if dprobs.shape != scores.shape:
             raise ValueError(f"joint_attn_softmax_backward: dprobs has shape {list(dprobs.shape)}; scores have {list(scores.shape)}")
@@ -64,23 +83,22 @@ class SoftmaxKernels:
         row_max, row_sum = row_max.contiguous(), row_sum.contiguous()
         dscores = scores.new_empty(scores.shape)
         if dscores.numel():
-            sizes, (rows, cotangent) = _rows(module, scores, dprobs)
-            with torch.cuda.device(scores.device):
-                device, stream = place(scores)
-                keys, keep_alive = _compact(module, scores, mask, device, stream)
-                module.softmax_backward(
-                    device,
-                    stream,
-                    sizes,
-                    scores.shape[-1],
-                    (rows.data_ptr(), dtype_code(module, rows.dtype), _strides(rows)),
-                    (cotangent.data_ptr(), dtype_code(module, cotangent.dtype), _strides(cotangent)),
-                    keys,
-                    row_max.data_ptr(),
-                    row_sum.data_ptr(),
-                    dscores.data_ptr(),
-                )
-                del keep_alive
+            sizes, (rows, cotangent), kept = _rows(module, scores, dprobs)
+            device, stream = place(scores)
+            keys, keep_alive = _compact(module, scores, mask, device, stream)
+            getattr(module, kernel)(
+                device,
+                stream,
+                sizes,
+                scores.shape[-1],
+                rows,
+                cotangent,
+                keys,
+                row_max.data_ptr(),
+                row_sum.data_ptr(),
+                dscores.data_ptr(),
+            )
+            del kept, keep_alive
         return dscores
 
 
@@ -95,22 +113,27 @@ def _module(scores: Tensor, mask: Tensor | None, *others: Tensor) -> ModuleType:
     return module
 
 
-def _rows(module: ModuleType, *tensors: Tensor) -> tuple[tuple[int, int, int], list[Tensor]]:
-    """Views [a, b, c, T] of tensors of one shape, with contiguous keys; copies where strides do not allow a view."""
+def _rows(module: ModuleType, *tensors: Tensor) -> tuple[Sizes, list[Rows], list[Tensor]]:
+    """Sizes of the outer axes, tensors of one shape over them, and what holds them until the kernel is enqueued: copies where the last
+    axis is not contiguous or the strides do not collapse to three."""
     shape = tensors[0].shape
-    inputs = [tensor if tensor.stride(-1) == 1 or shape[-1] == 1 else tensor.contiguous() for tensor in tensors]
-    axes = _collapsed(shape[:-1], inputs)
+    kept = [tensor if tensor.stride(-1) == 1 or shape[-1] == 1 else tensor.contiguous() for tensor in tensors]
+    axes = _collapsed(shape, kept)
     if len(axes) > _AXES:
-        inputs = [tensor.contiguous() for tensor in inputs]
-        axes = [math.prod(shape[:-1])]
-    sizes = (1,) * (_AXES - len(axes)) + tuple(axes)
-    return (sizes[0], sizes[1], sizes[2]), [tensor.view(*sizes, shape[-1]) for tensor in inputs]
+        kept = [tensor.contiguous() for tensor in kept]
+        axes = _collapsed(shape, kept)
+    axes = [(1, (0,) * len(kept))] * (_AXES - len(axes)) + axes
+    sizes = axes[0][0], axes[1][0], axes[2][0]
+    steps = zip(axes[0][1], axes[1][1], axes[2][1], strict=True)
+    return sizes, [(tensor.data_ptr(), dtype_code(module, tensor.dtype), step) for tensor, step in zip(kept, steps, strict=True)], kept
 
 
-def _collapsed(sizes: tuple[int, ...], tensors: list[Tensor]) -> list[int]:
-    """Sizes of the outer axes after merging neighbours that every tensor steps through evenly; axes of size 1 are dropped."""
-    merged: list[tuple[int, tuple[int, ...]]] = []
-    for axis, size in enumerate(sizes):
+def _collapsed(shape: torch.Size, tensors: list[Tensor]) -> list[Axis]:
+    """The outer axes after merging neighbours that every tensor steps through evenly; axes of size 1 are dropped."""
+    if all(tensor.is_contiguous() for tensor in tensors):
+        return [(math.prod(shape[:-1]), (shape[-1],) * len(tensors))]
+    merged: list[Axis] = []
+    for axis, size in enumerate(shape[:-1]):
         if size == 1:
             continue
         strides = tuple(tensor.stride(axis) for tensor in tensors)
@@ -118,13 +141,7 @@ def _collapsed(sizes: tuple[int, ...], tensors: list[Tensor]) -> list[int]:
             merged[-1] = (merged[-1][0] * size, strides)
         else:
             merged.append((size, strides))
-    return [size for size, _ in merged]
-
-
-def _strides(rows: Tensor) -> tuple[int, int, int]:
-    """Strides of the outer axes; 0 for an axis of size 1, whose stride torch leaves open."""
-    found = [0 if size == 1 else stride for size, stride in zip(rows.shape[:-1], rows.stride()[:-1], strict=True)]
-    return found[0], found[1], found[2]
+    return merged
 
 
 def _compact(

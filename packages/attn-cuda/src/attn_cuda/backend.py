@@ -26,6 +26,7 @@ __all__ = [
 _ANY = {"causal", "window", "sinks", "return_lse", "gradient"}
 _CAPABILITIES = Capabilities(
     devices=("cuda",),
+    contracts=("ordered-v1", "ordered-v2"),
     operators={
         "joint_attn_qk_gemm": OperatorSupport(frozenset({"gradient"})),
         "joint_attn_softmax": OperatorSupport(frozenset({"gradient", "key_padding_mask"})),
@@ -44,7 +45,7 @@ class _CudaKernels(SoftmaxKernels, ProductKernels, AttentionKernels):
 
 
 class CudaBackend(TorchBackend):
-    """CUDA kernels of contract ordered-v1."""
+    """CUDA kernels of the ordered contracts."""
 
     name: ClassVar[str] = "attn_cuda"
     engines: ClassVar[tuple[str, ...]] = ("cuda",)

@@ -33,6 +33,7 @@ def _by_device(definition: Callable[_Parameters, _Result]) -> Callable[_Paramete
         first = next(tensors, None)
         return (compiled if first is not None and first.device.type == "cpu" else definition)(*arguments, **keywords)
 
+    operator.__module__, operator.__qualname__ = __name__, definition.__name__  # where pickle finds it
     return operator
 
 

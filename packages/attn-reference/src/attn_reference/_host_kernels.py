@@ -61,11 +61,23 @@ class HostKernels:
         return found
 
     def softmax_forward(self, scores: Tensor, mask: Tensor | None, out_dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:
+        return self._softmax("softmax_forward", scores, mask, out_dtype)
+
+    def softmax_backward(self, dprobs: Tensor, scores: Tensor, mask: Tensor | None, row_max: Tensor, row_sum: Tensor) -> Tensor:
+        return self._softmax_gradient("softmax_backward", dprobs, scores, mask, row_max, row_sum)
+
+    def softmax_v2_forward(self, scores: Tensor, mask: Tensor | None, out_dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:
+        return self._softmax("softmax_v2_forward", scores, mask, out_dtype)
+
+    def softmax_v2_backward(self, dprobs: Tensor, scores: Tensor, mask: Tensor | None, row_max: Tensor, row_sum: Tensor) -> Tensor:
+        return self._softmax_gradient("softmax_v2_backward", dprobs, scores, mask, row_max, row_sum)
+
+    def _softmax(self, name: str, scores: Tensor, mask: Tensor | None, out_dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:
         probs = torch.empty(scores.shape, dtype=out_dtype)
         row_max, row_sum = (torch.empty(scores.shape[:-1], dtype=torch.float32) for _ in range(2))
         rows, bytes_of_mask = _four_axes(scores), _bytes(mask)
         self._run(
-            "softmax_forward",
+            name,
             list(rows.shape),
             _array(rows),
             _address(bytes_of_mask),
@@ -75,12 +87,12 @@ class HostKernels:
         )
         return probs, row_max, row_sum
 
-    def softmax_backward(self, dprobs: Tensor, scores: Tensor, mask: Tensor | None, row_max: Tensor, row_sum: Tensor) -> Tensor:
+    def _softmax_gradient(self, name: str, dprobs: Tensor, scores: Tensor, mask: Tensor | None, row_max: Tensor, row_sum: Tensor) -> Tensor:
         dscores = torch.empty(scores.shape, dtype=scores.dtype)
         rows, cotangent, bytes_of_mask = _four_axes(scores), _four_axes(dprobs), _bytes(mask)
         row_max, row_sum = row_max.contiguous(), row_sum.contiguous()
         self._run(
-            "softmax_backward",
+            name,
             list(rows.shape),
             _array(rows),
             _address(bytes_of_mask),

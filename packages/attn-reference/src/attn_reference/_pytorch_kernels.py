@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from attn_reference import _attention, _products, _softmax
+from attn_reference import _attention, _products, _softmax, _softmax_v2
 from attn_reference._ieee import keeps_subnormals
 
 __all__ = ["KERNELS", "PyTorchKernels"]
@@ -13,6 +13,8 @@ class PyTorchKernels:
 
     softmax_forward = staticmethod(keeps_subnormals(_softmax.softmax_forward))
     softmax_backward = staticmethod(keeps_subnormals(_softmax.softmax_backward))
+    softmax_v2_forward = staticmethod(keeps_subnormals(_softmax_v2.softmax_forward))
+    softmax_v2_backward = staticmethod(keeps_subnormals(_softmax_v2.softmax_backward))
     qk_gemm_forward = staticmethod(keeps_subnormals(_products.qk_gemm_forward))
     qk_gemm_backward = staticmethod(keeps_subnormals(_products.qk_gemm_backward))
     av_gemm_forward = staticmethod(keeps_subnormals(_products.av_gemm_forward))

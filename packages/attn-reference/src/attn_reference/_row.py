@@ -23,6 +23,11 @@ class RowState:
     max: Tensor
     sum: Tensor
 
+    @staticmethod
+    def exponential(x: Tensor) -> Tensor:
+        """exp of the contract, for arguments that are not positive."""
+        return exp(x)
+
     @property
     def live(self) -> Tensor:
         return self.max != -torch.inf
@@ -30,8 +35,8 @@ class RowState:
     def merge(self, later: RowState) -> RowState:
         """Append a later state: a dead one changes nothing, the first live one is copied."""
         top = maximum(self.max, later.max)
-        total = self.sum * exp(self.max - top) + later.sum * exp(later.max - top)
-        return RowState(
+        total = self.sum * self.exponential(self.max - top) + later.sum * self.exponential(later.max - top)
+        return type(self)(
             torch.where(later.live, torch.where(self.live, top, later.max), self.max),
             torch.where(later.live, torch.where(self.live, total, later.sum), self.sum),
         )

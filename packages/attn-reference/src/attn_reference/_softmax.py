@@ -11,9 +11,9 @@ from attn_reference._chain import row_blocks
 from attn_reference._rounding import stored
 from attn_reference._row import RowState, row_delta, row_state, score_gradient
 from attn_reference._scores import SCORE_BLOCK
-from attn_reference._tile import TileLayout
+from attn_reference._tile import TILE, TileLayout
 
-__all__ = ["softmax_backward", "softmax_forward"]
+__all__ = ["row_groups", "softmax_backward", "softmax_forward"]
 
 
 def softmax_forward(scores: Tensor, mask: Tensor | None, out_dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:
@@ -21,7 +21,7 @@ def softmax_forward(scores: Tensor, mask: Tensor | None, out_dtype: torch.dtype)
     rows = scores.reshape(-1, scores.shape[-1])
     probs = rows.new_empty(rows.shape, dtype=out_dtype)
     row_max, row_sum = (rows.new_empty(rows.shape[:1], dtype=torch.float32) for _ in range(2))
-    for block, layout, removed in _blocks(scores, mask):
+    for block, layout, removed in row_groups(scores, mask, TILE):
         x = rows[block].float()
         masked = (x == -torch.inf) | removed
         state = row_state(x, masked, layout)
@@ -35,7 +35,7 @@ def softmax_backward(dprobs: Tensor, scores: Tensor, mask: Tensor | None, row_ma
     rows, upstream = scores.reshape(-1, scores.shape[-1]), dprobs.reshape(-1, scores.shape[-1])
     gradient = torch.empty(rows.shape, dtype=scores.dtype, device=scores.device)
     top, total = row_max.reshape(-1), row_sum.reshape(-1)
-    for block, layout, removed in _blocks(scores, mask):
+    for block, layout, removed in row_groups(scores, mask, TILE):
         x, dp = rows[block].float(), upstream[block].float()
         masked = (x == -torch.inf) | removed
         probs = RowState(top[block], total[block]).probabilities(x, masked)
@@ -44,14 +44,14 @@ def softmax_backward(dprobs: Tensor, scores: Tensor, mask: Tensor | None, row_ma
     return gradient.reshape(scores.shape)
 
 
-def _blocks(scores: Tensor, mask: Tensor | None) -> Iterator[tuple[slice, TileLayout, Tensor]]:
-    """Blocks of rows that share one mask, their tile layout, and the removed keys, bool [T]."""
+def row_groups(scores: Tensor, mask: Tensor | None, tile: int) -> Iterator[tuple[slice, TileLayout, Tensor]]:
+    """Blocks of rows that share one mask, their layout in tiles of ``tile`` slots, and the removed keys, bool [T]."""
     keys, device = scores.shape[-1], scores.device
     count = scores.numel() // keys
     items = 1 if mask is None else mask.shape[0]
     for index in range(items):
         kept = None if mask is None else mask[index]
-        layout = TileLayout.of(keys, device, kept=kept)
+        layout = TileLayout.of(keys, device, kept=kept, tile=tile)
         removed = torch.zeros(keys, dtype=torch.bool, device=device) if kept is None else ~kept
         first, rows = index * (count // items), count // items
         for block in row_blocks(rows, keys, SCORE_BLOCK):

@@ -1,4 +1,4 @@
-"""Tiles of 256 slots over logical keys, and the halves tree that reduces one."""
+"""Tiles of slots over logical keys, and the halves tree that reduces one."""
 
 from __future__ import annotations
 
@@ -19,24 +19,31 @@ class TileLayout:
 
     keys: Tensor
     first: int
+    tile: int = TILE
 
     @classmethod
-    def of(cls, count: int, device: torch.device, *, kept: Tensor | None = None, k_start: int = 0) -> TileLayout:
+    def of(cls, count: int, device: torch.device, *, kept: Tensor | None = None, k_start: int = 0, tile: int = TILE) -> TileLayout:
         """Layout of ``count`` stored keys of which ``kept`` (bool [T], None: all) remain, the first at position ``k_start``."""
         keys = torch.arange(count, device=device)
-        return cls(keys if kept is None else keys[kept], k_start % TILE)
+        return cls(keys if kept is None else keys[kept], k_start % tile, tile)
 
     def cut(self, row: Tensor, fill: float | bool) -> Tensor:
-        """[..., T] to [..., tiles, 256]; slots without a key hold ``fill``."""
+        """[..., T] to [..., tiles, tile]; slots without a key hold ``fill``."""
         length = self.keys.numel()
-        tiles = -(-(self.first + length) // TILE) if length else 0
-        slots = row.new_full((*row.shape[:-1], tiles * TILE), fill)
+        tiles = -(-(self.first + length) // self.tile) if length else 0
+        slots = row.new_full((*row.shape[:-1], tiles * self.tile), fill)
         slots[..., self.first : self.first + length] = row.index_select(-1, self.keys)
-        return slots.reshape(*row.shape[:-1], tiles, TILE)
+        return slots.reshape(*row.shape[:-1], tiles, self.tile)
+
+    def join(self, tiles: Tensor, count: int) -> Tensor:
+        """[..., tiles, tile] back to [..., count] stored keys; +0 at keys that are not logical ones."""
+        row = tiles.new_zeros((*tiles.shape[:-2], count))
+        row[..., self.keys] = tiles.flatten(-2)[..., self.first : self.first + self.keys.numel()]
+        return row
 
 
 def tree(combine: Callable[[Tensor, Tensor], Tensor], slots: Tensor) -> Tensor:
-    """[..., 256] to [...]: slot i meets slot i + half for half = 128, 64, ..., 1."""
+    """[..., tile] to [...]: slot i meets slot i + half for half = tile / 2, tile / 4, ..., 1."""
     while slots.shape[-1] > 1:
         half = slots.shape[-1] // 2
         slots = combine(slots[..., :half], slots[..., half:])

@@ -42,6 +42,7 @@ _OPERATORS = {
         frozenset({"causal", "window", "seqlens_q", "seqlens_k", "sinks", "dropout", "return_lse", "gradient"})
     ),
 }
+_CONTRACTS = ("ordered-v1", "ordered-v2")
 _PRODUCTION = {"attn": OperatorSupport(frozenset({"causal", "gradient"}))}
 
 
@@ -54,8 +55,8 @@ class _Reference(TorchBackend):
 
     def capabilities(self, engine: str | None = None) -> Capabilities:
         if self.engine(engine) == "host":
-            return Capabilities(devices=("cpu",), operators=_OPERATORS)
-        return Capabilities(devices=("cpu", "cuda", "rocm"), operators={**_OPERATORS, **_PRODUCTION})
+            return Capabilities(devices=("cpu",), operators=_OPERATORS, contracts=_CONTRACTS)
+        return Capabilities(devices=("cpu", "cuda", "rocm"), operators={**_OPERATORS, **_PRODUCTION}, contracts=_CONTRACTS)
 
     def unavailable(self, device: str, engine: str | None = None) -> str | None:
         if device not in self.capabilities(engine).devices:

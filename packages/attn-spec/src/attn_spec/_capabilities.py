@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from attn_spec._operators import DTYPES, PRODUCTION
+from attn_spec._contract import contract_reasons
+from attn_spec._operators import DTYPES
 from attn_spec._problem import Problem
 
 __all__ = ["Capabilities", "OperatorSupport"]
@@ -45,8 +46,7 @@ class Capabilities:
         found = []
         if problem.device not in self.devices:
             found.append(f"device {problem.device} (supported: {', '.join(self.devices)})")
-        if problem.op != PRODUCTION and problem.contract not in self.contracts:
-            found.append(f"contract {problem.contract} (supported: {', '.join(self.contracts)})")
+        found.extend(contract_reasons(problem.op, problem.contract, self.contracts))
         support = self.operators.get(problem.op)
         if support is None:
             found.append(f"operator {problem.op} (supported: {', '.join(self.operators)})")

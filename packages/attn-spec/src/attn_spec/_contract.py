@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from attn_spec._errors import UnknownName
 from attn_spec._operators import PRODUCTION
 
-__all__ = ["CONTRACTS", "Contract", "Guarantee", "contract"]
+__all__ = ["CONTRACTS", "Contract", "Guarantee", "contract", "contract_reasons"]
 
 
 @dataclass(frozen=True)
@@ -36,6 +36,7 @@ class Contract:
 
 _ROW = ("out", "lse", "dq")
 _ALL = ("out", "lse", "dq", "dk", "dv", "dsinks", "dbias")
+_SOFTMAX = ("probs", "dscores")
 _SUITE = "shared_tests/src/attn_shared_tests"
 
 CONTRACTS: dict[str, Contract] = {
@@ -66,6 +67,22 @@ CONTRACTS: dict[str, Contract] = {
             Guarantee("repetition and threads", _ALL, f"{_SUITE}/test_repetition.py::test_same_call_same_bits"),
         ),
     ),
+    "ordered-v2": Contract(
+        name="ordered-v2",
+        document="docs/contracts/ordered-v2.md",
+        operators=("joint_attn_softmax",),
+        reduction_order="tile1024_tree_512_to_1_then_left_to_right; one exponential an element",
+        accumulator_precision="float32",
+        split_k=False,
+        tf32=False,
+        tile=1024,
+        guarantees=(
+            Guarantee("backend", _SOFTMAX, f"{_SUITE}/test_ordered_v2.py::test_bytes_equal_the_reference"),
+            Guarantee("batch size, slot and neighbours", _SOFTMAX, f"{_SUITE}/test_ordered_v2.py::test_rows_stand_alone"),
+            Guarantee("left, right or middle padding", _SOFTMAX, f"{_SUITE}/test_ordered_v2.py::test_padding_moves_no_bit"),
+            Guarantee("repetition and strides", _SOFTMAX, f"{_SUITE}/test_ordered_v2.py::test_same_call_same_bits"),
+        ),
+    ),
 }
 
 
@@ -74,6 +91,16 @@ def contract(name: str) -> Contract:
     if name not in CONTRACTS:
         raise UnknownName("contract", name, CONTRACTS)
     return CONTRACTS[name]
+
+
+def contract_reasons(op: str, name: str, supported: tuple[str, ...]) -> tuple[str, ...]:
+    """Why contract ``name`` is refused for ``op`` by a backend that has the contracts ``supported``; empty when it is not."""
+    if op == PRODUCTION:
+        return ()
+    if name not in supported:
+        return (f"contract {name} (supported: {', '.join(supported)})",)
+    covered = contract(name).operators
+    return () if op in covered else (f"contract {name} for {op} (it covers {', '.join(covered)})",)
 
 
 def default_contract(op: str, dtype: str, head_dim: int, device: str) -> str:

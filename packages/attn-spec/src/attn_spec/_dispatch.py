@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import platform
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 from attn_spec._backend import Backend
+from attn_spec._capabilities import Capabilities
 from attn_spec._contract import contract as find_contract
-from attn_spec._contract import default_contract
+from attn_spec._contract import contract_reasons, default_contract
 from attn_spec._errors import BackendUnavailable, UnknownName, UnsupportedProblem
 from attn_spec._operators import OPERATORS, PRODUCTION, operator
 from attn_spec._registry import get_backend, in_order, load, parse
@@ -26,6 +28,9 @@ class Op:
         self.name, self.trace = name, trace
         self.forward: Callable[..., Any] = functions[name]
         self._float32 = functions.get(f"{name}.forward_fp32")
+        if trace.contract != default_contract(name, "float32", 1, trace.platform.split()[0]):
+            self.forward = partial(self.forward, contract=trace.contract)
+            self._float32 = None if self._float32 is None else partial(self._float32, contract=trace.contract)
 
     def __call__(self, *arguments: Any, **keywords: Any) -> Any:
         return self.forward(*arguments, **keywords)
@@ -67,6 +72,9 @@ def get_op(name: str, *, device: str = "cpu", backend: str | None = None, contra
     if backend is not None:
         chosen = get_backend(backend)
         engine = chosen.engine(parse(backend)[1])
+        lacks = _lacks(chosen.capabilities(engine), name, wanted)
+        if lacks:
+            raise UnsupportedProblem(backend, lacks)
         reasons = _rejections(chosen, engine, name, wanted, device)
         if reasons:
             raise BackendUnavailable(backend, "; ".join(reasons))
@@ -88,13 +96,15 @@ def get_op(name: str, *, device: str = "cpu", backend: str | None = None, contra
     raise UnsupportedProblem(f"no installed backend runs {name} on {device}; attn", rejected)
 
 
+def _lacks(capabilities: Capabilities, name: str, contract: str) -> list[str]:
+    """The operator or contract that a backend does not have, on any device."""
+    absent = [] if name in capabilities.operators else [f"operator {name} (supported: {', '.join(capabilities.operators)})"]
+    return [*absent, *contract_reasons(name, contract, capabilities.contracts)]
+
+
 def _rejections(backend: Backend, engine: str, name: str, contract: str, device: str) -> tuple[str, ...]:
     capabilities = backend.capabilities(engine)
-    reasons = []
-    if name not in capabilities.operators:
-        reasons.append(f"operator {name} (supported: {', '.join(capabilities.operators)})")
-    if name != PRODUCTION and contract not in capabilities.contracts:
-        reasons.append(f"contract {contract} (supported: {', '.join(capabilities.contracts)})")
+    reasons = _lacks(capabilities, name, contract)
     if device not in capabilities.devices:
         reasons.append(f"device {device} (supported: {', '.join(capabilities.devices)})")
     if not reasons:

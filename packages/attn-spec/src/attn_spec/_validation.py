@@ -92,7 +92,8 @@ def _rank(op: str, given: Mapping[str, ArrayInfo], rank: int, axes: str, *names:
 
 
 def _equal(op: str, what: str, **values: int) -> None:
-    if len(set(values.values())) > 1:
+    first = next(iter(values.values()))
+    if any(value != first for value in values.values()):
         raise ValueError(f"{op}: {what} must agree; got {', '.join(f'{name} {value}' for name, value in values.items())}")
 
 
@@ -276,7 +277,8 @@ def _bias(op: str, bias: ArrayInfo, full: tuple[int, ...]) -> None:
         raise TypeError(
             f"{op}: bias has dtype {bias.dtype}; supported: {', '.join(DTYPES)} (a mask is key_padding_mask, or -inf in the bias)"
         )
-    if len(bias.shape) != 4 or any(size not in (1, axis) for size, axis in zip(bias.shape, full, strict=True)):
+    # no "size not in (1, axis)": torch.compile answers that without looking at the values of symbolic sizes
+    if len(bias.shape) != 4 or any(size != 1 and size != axis for size, axis in zip(bias.shape, full, strict=True)):
         raise ValueError(f"{op}: bias must have shape [B|1, H|1, S|1, T|1] for [B, H, S, T] = {list(full)}; got {list(bias.shape)}")
 
 

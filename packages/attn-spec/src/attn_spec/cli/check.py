@@ -52,7 +52,7 @@ def add_parser(commands: Any) -> None:
     for name, value in sizes:
         parser.add_argument(f"--{name}", type=int, default=value)
     parser.add_argument("--causal", action=argparse.BooleanOptionalAction, help="default: causal, for attention")
-    parser.add_argument("--window", type=int, nargs=2, metavar=("LEFT", "RIGHT"))
+    parser.add_argument("--window", type=_side, nargs=2, metavar=("LEFT", "RIGHT"), help="positions besides the diagonal one, or none")
     parser.add_argument("--sinks", action="store_true")
     parser.add_argument("--padding", action="store_true", help="with a random key padding mask")
     parser.add_argument("--check-grad", action="store_true", help="gradients too, from random cotangents")
@@ -117,6 +117,11 @@ def check(call: Call, candidate: Backend, engine: str | None, device: str, refer
         part = outputs_of(rearranged, candidate.evaluate(rearranged, device=device, engine=engine), slot)
         rows.update({f"{name} of item 0 {what}": difference(part[name], whole[name]) for name in whole})
     return rows
+
+
+def _side(text: str) -> int | None:
+    """A side of the window; "none" is one without a bound."""
+    return None if text == "none" else int(text)
 
 
 _KEYWORDS = {

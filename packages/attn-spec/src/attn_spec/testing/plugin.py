@@ -60,6 +60,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 def pytest_configure(config: pytest.Config) -> None:
     config.addinivalue_line("markers", "attn_framework(name): run on the engines of one framework (torch, jax) alone")
+    config.addinivalue_line("markers", "attn_device(name, ...): run on engines on these devices (cpu, cuda, rocm) alone")
     for name in config.getoption("--attn-backend"):
         if parse(name)[0] not in installed():
             raise pytest.UsageError(f"--attn-backend {name}: not installed; installed backends: {', '.join(installed()) or 'none'}")
@@ -89,18 +90,21 @@ def _ours(metafunc: pytest.Metafunc) -> bool:
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """A test of one framework is not one for the engines of another."""
-    foreign = [item for item in items if _foreign(config, item)]
+    """A test of one framework or device is not one for the engines of another."""
+    foreign = [item for item in items if _foreign(item)]
     if foreign:
         config.hook.pytest_deselected(items=foreign)
         items[:] = [item for item in items if item not in set(foreign)]
 
 
-def _foreign(config: pytest.Config, item: pytest.Item) -> bool:
-    marker, call = item.get_closest_marker("attn_framework"), getattr(item, "callspec", None)
-    if marker is None or call is None or "backend" not in call.params:
+def _foreign(item: pytest.Item) -> bool:
+    call = getattr(item, "callspec", None)
+    if call is None or "backend" not in call.params:
         return False
-    return str(get_backend(str(call.params["backend"])).framework) not in marker.args
+    name, _, device = str(call.params["backend"]).rstrip("]").partition("[")
+    framework, devices = item.get_closest_marker("attn_framework"), item.get_closest_marker("attn_device")
+    elsewhere = devices is not None and device not in devices.args
+    return elsewhere or (framework is not None and str(get_backend(name).framework) not in framework.args)
 
 
 @pytest.fixture(scope="session")

@@ -9,7 +9,20 @@ import torch
 from torch import Tensor
 from torch.autograd import forward_ad
 
-__all__ = ["autocast", "check_offsets", "check_one_device", "int64", "lengths", "refuse_forward_mode", "scale_of", "seed_of", "starts"]
+from attn_spec.torch._operation import watched
+
+__all__ = [
+    "autocast",
+    "check_offsets",
+    "check_one_device",
+    "float32",
+    "int64",
+    "lengths",
+    "refuse_forward_mode",
+    "scale_of",
+    "seed_of",
+    "starts",
+]
 
 
 def check_one_device(op: str, arrays: dict[str, Tensor | None]) -> None:
@@ -21,6 +34,8 @@ def check_one_device(op: str, arrays: dict[str, Tensor | None]) -> None:
 
 
 def autocast(*tensors: Tensor) -> tuple[Tensor, ...]:
+    if not torch._C._is_any_autocast_enabled():
+        return tensors
     if not all(isinstance(tensor, Tensor) for tensor in tensors) or tensors[0].device.type == "meta":
         return tensors
     kind = tensors[0].device.type
@@ -32,7 +47,7 @@ def autocast(*tensors: Tensor) -> tuple[Tensor, ...]:
 
 def refuse_forward_mode(op: str, tensors: tuple[Tensor | None, ...]) -> None:
     """The kernels have no forward-mode derivative; without this check a tangent would vanish in silence."""
-    if torch.compiler.is_compiling():
+    if torch.compiler.is_compiling() or forward_ad._current_level < 0:
         return
     if any(tensor is not None and forward_ad.unpack_dual(tensor).tangent is not None for tensor in tensors):
         raise NotImplementedError(f"{op}: forward-mode differentiation (jvp) is not supported; use attn_reference.attention_fp32")
@@ -40,6 +55,10 @@ def refuse_forward_mode(op: str, tensors: tuple[Tensor | None, ...]) -> None:
 
 def scale_of(scale: float | None, q: Tensor) -> float:
     return 1.0 / math.sqrt(q.shape[-1]) if scale is None else float(scale)
+
+
+def float32(tensor: Tensor | None) -> Tensor | None:
+    return None if tensor is None else tensor.float()
 
 
 def int64(tensor: Tensor | None) -> Tensor | None:
@@ -55,8 +74,9 @@ def starts(start: int | Tensor | None, q: Tensor) -> Tensor | None:
 
 
 def _readable(tensor: Tensor | None) -> bool:
-    """Values are checked where reading them costs no device synchronisation; kernels clamp them elsewhere."""
-    return tensor is not None and tensor.device.type == "cpu" and not torch.compiler.is_compiling()
+    """Values are checked where reading them costs no device synchronisation; kernels clamp them elsewhere. Under torch.func a tensor may
+    stand for many."""
+    return tensor is not None and tensor.device.type == "cpu" and not watched()
 
 
 def lengths(name: str, values: Tensor | None, limit: int) -> Tensor | None:

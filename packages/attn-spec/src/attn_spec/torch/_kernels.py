@@ -11,9 +11,9 @@ from torch import Tensor
 __all__ = ["AttentionInputs", "Kernels"]
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(slots=True)
 class AttentionInputs:
-    """Checked inputs of one attention call, dense or packed.
+    """Checked inputs of one attention call, dense or packed, in the order of the registered operator.
 
     Dense: q [B, H, S, D], k [B, K, T, D], v [B, K, T, V]. Packed (``cu_seqlens_q`` given): q [total, H, D], k [total, K, D], v [total, K,
     V]. ``query_mask`` [B, S] and ``key_mask`` [B, T] are bool, True keeps; a dropped query sees no key. Integer arrays are int64.
@@ -56,7 +56,7 @@ class Kernels(Protocol):
     """Kernels of one engine, in contract order. Tensors may have any strides; results are fresh and contiguous. Gradients have the dtype
     of their input.
 
-    An engine that lacks an operator omits its methods and does not list the operator in its capabilities.
+    An engine that lacks an operator or a contract omits its methods and does not list the operator or contract in its capabilities.
     """
 
     def softmax_forward(self, scores: Tensor, mask: Tensor | None, out_dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:
@@ -64,6 +64,12 @@ class Kernels(Protocol):
 
     def softmax_backward(self, dprobs: Tensor, scores: Tensor, mask: Tensor | None, row_max: Tensor, row_sum: Tensor) -> Tensor:
         """dprobs (any float dtype) -> dscores in the dtype of scores."""
+
+    def softmax_v2_forward(self, scores: Tensor, mask: Tensor | None, out_dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:
+        """``softmax_forward`` of contract ordered-v2."""
+
+    def softmax_v2_backward(self, dprobs: Tensor, scores: Tensor, mask: Tensor | None, row_max: Tensor, row_sum: Tensor) -> Tensor:
+        """``softmax_backward`` of contract ordered-v2."""
 
     def qk_gemm_forward(self, q: Tensor, k: Tensor, scale: float, out_dtype: torch.dtype) -> Tensor: ...
 

@@ -2,29 +2,25 @@
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 from torch import Tensor
 
-from attn_spec._errors import UnsupportedProblem
 from attn_spec._operators import PRODUCTION
-from attn_spec._problem import Problem
-from attn_spec._validation import describe
+from attn_spec._registry import get_backend
+from attn_spec.torch._acceptance import Acceptance
 from attn_spec.torch._arguments import (
     autocast,
     check_offsets,
-    check_one_device,
+    float32,
     int64,
     lengths,
-    refuse_forward_mode,
     scale_of,
     seed_of,
     starts,
 )
-from attn_spec.torch._arrays import info
 from attn_spec.torch._registration import register
 
 if TYPE_CHECKING:
@@ -47,18 +43,22 @@ class Operators:
     def __init__(self, backend: TorchBackend, engine: str, namespace: str, kernels: Kernels) -> None:
         self._backend, self._engine = backend, engine
         self._out_dtype: torch.dtype | None = None
-        register(namespace, kernels, frozenset(backend.capabilities(engine).operators))
-        self._ops = getattr(torch.ops, namespace)
+        self._check = Acceptance(backend, engine)
+        self._operations = register(namespace, kernels, backend.capabilities(engine))
+
+    def __reduce__(self) -> tuple[Callable[..., Any], tuple[Any, ...]]:
+        """Copies and pickles of an operator are the operator of the installed backend."""
+        return _installed, (self._backend.name, self._engine, self._out_dtype)
 
     def functions(self) -> dict[str, Callable[..., Any]]:
         """The functions that this engine supports, by operator name; "NAME.forward_fp32" gives a float32 result."""
         found: dict[str, Callable[..., Any]] = {}
-        float32 = copy.copy(self)
-        float32._out_dtype = torch.float32
+        upcast = object.__new__(type(self))
+        vars(upcast).update(vars(self), _out_dtype=torch.float32)
         for name in self._backend.capabilities(self._engine).operators:
             found[name] = getattr(self, name)
             if name not in ("joint_attn_qk_gemm", PRODUCTION):
-                found[f"{name}.forward_fp32"] = getattr(float32, name)
+                found[f"{name}.forward_fp32"] = getattr(upcast, name)
         return found
 
     def joint_attn_qk_gemm(
@@ -82,15 +82,16 @@ class Operators:
         """
         q, k = autocast(q, k)
         self._check("joint_attn_qk_gemm", {"q": q, "k": k}, {"scale": scale}, contract, q, k)
-        return self._ops.joint_attn_qk_gemm(q, k, scale_of(scale, q), out_dtype)
+        return self._operations["joint_attn_qk_gemm"](q, k, scale_of(scale, q), out_dtype)
 
     def joint_attn_softmax(self, scores: Tensor, *, key_padding_mask: Tensor | None = None, contract: str | None = None) -> Tensor:
-        """Softmax over the last axis in 256-key tiles, combined left to right.
+        """Softmax over the last axis in tiles, combined left to right.
 
         Args:
             scores: [..., T], float32, bfloat16 or float16, T >= 1, any strides. -inf masks a key in place.
             key_padding_mask: bool [B, T], True keeps the key (the opposite of torch.nn.MultiheadAttention), B = scores.shape[0]. Dropped
                 keys are compacted away, so padding moves no bit of the kept ones.
+            contract: None is ordered-v1; ordered-v2 has other bits, one exponential an element, and is quicker.
 
         Returns:
             Probabilities, shape and dtype of ``scores``. Dropped and masked keys, and rows without a key, are +0.
@@ -98,11 +99,12 @@ class Operators:
         Raises:
             TypeError, ValueError: bad dtype, shape or device. UnsupportedProblem: this backend does not run it.
 
-        Source: docs/contracts/ordered-v1.md, section 2.
+        Source: docs/contracts/ordered-v1.md, section 2; docs/contracts/ordered-v2.md.
         """
         arrays = {"scores": scores, "key_padding_mask": key_padding_mask}
         self._check("joint_attn_softmax", arrays, {}, contract, scores)
-        return self._ops.joint_attn_softmax(scores, key_padding_mask, self._out_dtype or scores.dtype)[0]
+        operation = "joint_attn_softmax_v2" if contract == "ordered-v2" else "joint_attn_softmax"
+        return self._operations[operation](scores, key_padding_mask, self._out_dtype or scores.dtype)[0]
 
     def joint_attn_av_gemm(self, probs: Tensor, v: Tensor, *, contract: str | None = None) -> Tensor:
         """Output of joint attention: ``probs v``, one FMA chain over T for each output.
@@ -121,7 +123,7 @@ class Operators:
         """
         probs, v = autocast(probs, v)
         self._check("joint_attn_av_gemm", {"probs": probs, "v": v}, {}, contract, probs, v)
-        return self._ops.joint_attn_av_gemm(probs, v, self._out_dtype or v.dtype)
+        return self._operations["joint_attn_av_gemm"](probs, v, self._out_dtype or v.dtype)
 
     def joint_attention(
         self,
@@ -160,7 +162,7 @@ class Operators:
         mask = None
         if prompt_mask is not None:
             mask = torch.cat((prompt_mask, prompt_mask.new_ones(q.shape[0], q.shape[2] - text)), dim=1)
-        out = self._run(q, k, v, query_mask=mask, key_mask=mask, scale=scale)[0]
+        out = self._run((q, k, v, mask, mask, *(None,) * 10), False, scale, None, 0.0)[0]
         return out[:, :, :text], out[:, :, text:]
 
     def attention(
@@ -219,25 +221,15 @@ class Operators:
             "dropout_seed": dropout_seed,
             "return_lse": return_lse,
         }
-        for name, start in (("q_start", q_start), ("k_start", k_start)):
-            (arrays if isinstance(start, Tensor) else options)[name] = start  # type: ignore[assignment]
+        if q_start is not None:
+            (arrays if isinstance(q_start, Tensor) else options)["q_start"] = q_start  # type: ignore[assignment]
+        if k_start is not None:
+            (arrays if isinstance(k_start, Tensor) else options)["k_start"] = k_start  # type: ignore[assignment]
         self._check("attention", arrays, options, contract, q, k, v, sinks, bias)
-        out, lse = self._run(
-            q,
-            k,
-            v,
-            key_mask=key_padding_mask,
-            kv_lengths=lengths("kv_lengths", kv_lengths, k.shape[2]),
-            q_start=starts(q_start, q),
-            k_start=starts(k_start, q),
-            window=window,
-            sinks=sinks,
-            bias=bias,
-            dropout_p=dropout_p,
-            dropout_seed=dropout_seed,
-            causal=causal,
-            scale=scale,
-        )
+        places = lengths("kv_lengths", kv_lengths, k.shape[2]), starts(q_start, q), starts(k_start, q)
+        seed = seed_of(dropout_seed, q) if dropout_p > 0.0 else None
+        tensors = (q, k, v, None, key_padding_mask, *places, float32(sinks), float32(bias), None, None, None, None, seed)
+        out, lse = self._run(tensors, causal, scale, window, dropout_p)
         return (out, lse) if return_lse else out
 
     def attention_varlen(
@@ -285,75 +277,42 @@ class Operators:
             "cu_seqlens_k": cu_seqlens_k,
             "seqlens_q": seqlens_q,
             "seqlens_k": seqlens_k,
+            "sinks": sinks,
         }
-        options: dict[str, Any] = {"causal": causal, "scale": scale, "window": window, "dropout_p": dropout_p, "dropout_seed": dropout_seed}
-        self._check("attention_varlen", {**arrays, "sinks": sinks}, {**options, "return_lse": return_lse}, contract, q, k, v, sinks)
+        options: dict[str, Any] = {
+            "causal": causal,
+            "scale": scale,
+            "window": window,
+            "dropout_p": dropout_p,
+            "dropout_seed": dropout_seed,
+            "return_lse": return_lse,
+        }
+        self._check("attention_varlen", arrays, options, contract, q, k, v, sinks)
         check_offsets("cu_seqlens_q", cu_seqlens_q, q.shape[0], seqlens_q)
         check_offsets("cu_seqlens_k", cu_seqlens_k, k.shape[0], seqlens_k)
-        integers: dict[str, Any] = {name: int64(arrays[name]) for name in ("cu_seqlens_q", "cu_seqlens_k", "seqlens_q", "seqlens_k")}
-        out, lse = self._run(q, k, v, sinks=sinks, **integers, **options)
+        offsets = int64(cu_seqlens_q), int64(cu_seqlens_k), int64(seqlens_q), int64(seqlens_k)
+        seed = seed_of(dropout_seed, q) if dropout_p > 0.0 else None
+        out, lse = self._run((q, k, v, *(None,) * 5, float32(sinks), None, *offsets, seed), causal, scale, window, dropout_p)
         return (out, lse) if return_lse else out
 
     def _run(
         self,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        *,
-        query_mask: Tensor | None = None,
-        key_mask: Tensor | None = None,
-        kv_lengths: Tensor | None = None,
-        q_start: Tensor | None = None,
-        k_start: Tensor | None = None,
-        sinks: Tensor | None = None,
-        bias: Tensor | None = None,
-        cu_seqlens_q: Tensor | None = None,
-        cu_seqlens_k: Tensor | None = None,
-        seqlens_q: Tensor | None = None,
-        seqlens_k: Tensor | None = None,
-        dropout_seed: int | Tensor | None = None,
-        causal: bool = False,
-        scale: float | None = None,
-        window: tuple[int | None, int | None] | None = None,
-        dropout_p: float = 0.0,
+        tensors: tuple[Tensor | None, ...],
+        causal: bool,
+        scale: float | None,
+        window: tuple[int | None, int | None] | None,
+        dropout_p: float,
     ) -> tuple[Tensor, Tensor]:
-        left, right = (-1 if side is None else int(side) for side in (window or (None, None)))
-        out, lse, _, _ = self._ops.attention(
-            q,
-            k,
-            v,
-            query_mask,
-            key_mask,
-            kv_lengths,
-            q_start,
-            k_start,
-            None if sinks is None else sinks.float(),
-            None if bias is None else bias.float(),
-            cu_seqlens_q,
-            cu_seqlens_k,
-            seqlens_q,
-            seqlens_k,
-            seed_of(dropout_seed, q) if dropout_p > 0.0 else None,
-            bool(causal),
-            scale_of(scale, q),
-            left,
-            right,
-            float(dropout_p),
-            self._out_dtype or v.dtype,
-        )
-        return out, lse
+        """out and LSE of the tensors of ``AttentionInputs``, in its order."""
+        left, right = (None, None) if window is None else window
+        sides = -1 if left is None else int(left), -1 if right is None else int(right)
+        q, v = cast("tuple[Tensor, Tensor]", (tensors[0], tensors[2]))
+        found = self._operations["attention"](*tensors, causal, scale_of(scale, q), *sides, float(dropout_p), self._out_dtype or v.dtype)
+        return found[0], found[1]
 
-    def _check(
-        self, op: str, arrays: dict[str, Tensor | None], options: dict[str, Any], contract: str | None, *differentiable: Tensor | None
-    ) -> Problem:
-        described = {name: info(op, name, tensor) for name, tensor in arrays.items()}
-        refuse_forward_mode(op, differentiable)
-        gradient = torch.is_grad_enabled() and any(tensor is not None and tensor.requires_grad for tensor in differentiable)
-        problem = describe(op, described, options, contract=contract, gradient=gradient)
-        check_one_device(op, arrays)
-        reasons = self._backend.reasons(problem, self._engine)
-        if reasons:
-            from attn_spec._registry import runners
 
-            raise UnsupportedProblem(self._backend.name, reasons, problem, runners(problem, without=self._backend.name))
-        return problem
+def _installed(name: str, engine: str, out_dtype: torch.dtype | None) -> Operators:
+    functions = get_backend(name).operators(engine)
+    found: Any = functions["joint_attn_softmax" if out_dtype is None else "joint_attn_softmax.forward_fp32"]
+    operators: Operators = found.__self__
+    return operators

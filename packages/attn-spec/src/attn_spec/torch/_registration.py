@@ -1,4 +1,4 @@
-"""torch.library operators over one engine's kernels: schema, kernel, fake and autograd, defined once for every torch backend.
+"""torch.library operators over one engine's kernels: schema, kernel, fake, autograd and vmap, defined once for every torch backend.
 
 Operators take and return tensors and plain numbers only, so that torch.compile, opcheck and export see all of them. Optional gradients
 that were not asked for come back as empty tensors, since a schema has no optional results.
@@ -12,7 +12,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from attn_spec._capabilities import Capabilities
+from attn_spec.torch import _vmap
 from attn_spec.torch._kernels import AttentionInputs, Kernels
+from attn_spec.torch._operation import Gradient, Operation
 
 __all__ = ["register"]
 
@@ -25,9 +28,13 @@ _NAMES = tuple(part.split()[-1] for part in _ATTENTION_ARGUMENTS.split(", "))
 _TENSORS = _NAMES[:15]
 _SECOND = "has no second derivative; use attn_reference.attention_fp32 to differentiate twice"
 
+_SOFTMAX_SCHEMA = "(Tensor scores, Tensor? mask, ScalarType out_dtype) -> (Tensor, Tensor, Tensor)"
+_SOFTMAX_BACKWARD_SCHEMA = "(Tensor dprobs, Tensor scores, Tensor? mask, Tensor row_max, Tensor row_sum) -> Tensor"
 _SCHEMAS = {
-    "joint_attn_softmax": "(Tensor scores, Tensor? mask, ScalarType out_dtype) -> (Tensor, Tensor, Tensor)",
-    "joint_attn_softmax_backward": "(Tensor dprobs, Tensor scores, Tensor? mask, Tensor row_max, Tensor row_sum) -> Tensor",
+    "joint_attn_softmax": _SOFTMAX_SCHEMA,
+    "joint_attn_softmax_backward": _SOFTMAX_BACKWARD_SCHEMA,
+    "joint_attn_softmax_v2": _SOFTMAX_SCHEMA,
+    "joint_attn_softmax_v2_backward": _SOFTMAX_BACKWARD_SCHEMA,
     "joint_attn_qk_gemm": "(Tensor q, Tensor k, float scale, ScalarType out_dtype) -> Tensor",
     "joint_attn_qk_gemm_backward": "(Tensor dscores, Tensor q, Tensor k, float scale, bool need_q, bool need_k) -> (Tensor, Tensor)",
     "joint_attn_av_gemm": "(Tensor probs, Tensor v, ScalarType out_dtype) -> Tensor",
@@ -40,21 +47,46 @@ _SCHEMAS = {
 }
 
 
-def register(namespace: str, kernels: Kernels, operators: frozenset[str]) -> None:
-    """Define ``torch.ops.<namespace>.*`` for the operators that ``kernels`` has (of joint_attn_*, attention)."""
+def register(namespace: str, kernels: Kernels, capabilities: Capabilities) -> dict[str, Operation]:
+    """Define ``torch.ops.<namespace>.*`` for the operators (of joint_attn_*, attention) and contracts that ``kernels`` has; the operations
+    by name, "NAME_v2" for another contract than the default."""
     library = torch.library.Library(namespace, "DEF")
     _LIBRARIES.append(library)
-    for name in ("joint_attn_softmax", "joint_attn_qk_gemm", "joint_attn_av_gemm", "attention"):
-        if name not in operators:
+    found: dict[str, Operation] = {}
+    for name, (operator, contract) in _IMPLEMENTED.items():
+        if operator not in capabilities.operators or contract not in capabilities.contracts:
             continue
         forward, backward, fake, fake_backward = _IMPLEMENTATIONS[name](kernels)
         for suffix, implementation, abstract in (("", forward, fake), ("_backward", backward, fake_backward)):
             library.define(name + suffix + _SCHEMAS[name + suffix])
             library.impl(name + suffix, implementation, "CompositeExplicitAutograd")
             torch.library.register_fake(f"{namespace}::{name}{suffix}", abstract, lib=library)
-        setup, gradient = _AUTOGRAD[name](namespace)
-        torch.library.register_autograd(f"{namespace}::{name}", gradient, setup_context=setup, lib=library)
-        torch.library.register_autograd(f"{namespace}::{name}_backward", _raises_twice(namespace, name), lib=library)
+        rule, rule_backward = _VMAP[name]
+        once = _operation(library, namespace, f"{name}_backward", backward, (_keeps_nothing, _raises_twice(namespace, name)), rule_backward)
+        inference = _attention_inference(kernels) if name == "attention" else None
+        found[name] = _operation(library, namespace, name, forward, _AUTOGRAD[name](once), rule, inference)
+    return found
+
+
+def _operation(
+    library: torch.library.Library,
+    namespace: str,
+    name: str,
+    kernel: Callable[..., Any],
+    gradient: Gradient,
+    rule: Callable[..., Any],
+    inference: Callable[..., Any] | None = None,
+) -> Operation:
+    operation = Operation(getattr(getattr(torch.ops, namespace), name).default, kernel, _tensors(name), gradient, rule, inference)
+    setup, formula = gradient
+    torch.library.register_autograd(f"{namespace}::{name}", formula, setup_context=setup, lib=library)
+    torch.library.register_vmap(f"{namespace}::{name}", operation.vmap, lib=library)
+    return operation
+
+
+def _tensors(name: str) -> int:
+    """How many arguments of a schema, from the first, are tensors."""
+    return sum(part.strip().startswith(("Tensor", "(Tensor")) for part in _SCHEMAS[name].partition(" -> ")[0].split(","))
 
 
 _LIBRARIES: list[torch.library.Library] = []
@@ -68,6 +100,10 @@ def _raises_twice(namespace: str, name: str) -> Callable[..., Any]:
     return twice
 
 
+def _keeps_nothing(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
+    """Setup of a gradient that only raises."""
+
+
 def _empty(like: Tensor) -> Tensor:
     return like.new_empty(0)
 
@@ -76,6 +112,14 @@ def _empty(like: Tensor) -> Tensor:
 
 
 def _softmax(kernels: Kernels) -> tuple[Callable[..., Any], ...]:
+    return kernels.softmax_forward, kernels.softmax_backward, *_softmax_fakes()
+
+
+def _softmax_v2(kernels: Kernels) -> tuple[Callable[..., Any], ...]:
+    return kernels.softmax_v2_forward, kernels.softmax_v2_backward, *_softmax_fakes()
+
+
+def _softmax_fakes() -> tuple[Callable[..., Any], Callable[..., Any]]:
     def fake(scores: Tensor, mask: Tensor | None, out_dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:
         rows = scores.shape[:-1]
         return (
@@ -87,17 +131,16 @@ def _softmax(kernels: Kernels) -> tuple[Callable[..., Any], ...]:
     def fake_backward(dprobs: Tensor, scores: Tensor, mask: Tensor | None, row_max: Tensor, row_sum: Tensor) -> Tensor:
         return scores.new_empty(scores.shape)
 
-    return kernels.softmax_forward, kernels.softmax_backward, fake, fake_backward
+    return fake, fake_backward
 
 
-def _softmax_autograd(namespace: str) -> tuple[Callable[..., Any], Callable[..., Any]]:
+def _softmax_autograd(backward: Operation) -> Gradient:
     def setup(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
         scores, mask, _ = inputs
         ctx.mark_non_differentiable(*output[1:])
         ctx.save_for_backward(scores, mask, *output[1:])
 
     def gradient(ctx: Any, dprobs: Tensor, *unused: Any) -> tuple[Any, ...]:
-        backward = getattr(torch.ops, namespace).joint_attn_softmax_backward
         return backward(dprobs, *ctx.saved_tensors), None, None
 
     return setup, gradient
@@ -120,14 +163,14 @@ def _qk_gemm(kernels: Kernels) -> tuple[Callable[..., Any], ...]:
     return kernels.qk_gemm_forward, backward, fake, fake_backward
 
 
-def _qk_gemm_autograd(namespace: str) -> tuple[Callable[..., Any], Callable[..., Any]]:
+def _qk_gemm_autograd(backward: Operation) -> Gradient:
     def setup(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
         ctx.save_for_backward(inputs[0], inputs[1])
         ctx.scale = inputs[2]
 
     def gradient(ctx: Any, dscores: Tensor) -> tuple[Any, ...]:
         need_q, need_k = ctx.needs_input_grad[:2]
-        dq, dk = getattr(torch.ops, namespace).joint_attn_qk_gemm_backward(dscores, *ctx.saved_tensors, ctx.scale, need_q, need_k)
+        dq, dk = backward(dscores, *ctx.saved_tensors, ctx.scale, need_q, need_k)
         return dq if need_q else None, dk if need_k else None, None, None
 
     return setup, gradient
@@ -147,13 +190,13 @@ def _av_gemm(kernels: Kernels) -> tuple[Callable[..., Any], ...]:
     return kernels.av_gemm_forward, backward, fake, fake_backward
 
 
-def _av_gemm_autograd(namespace: str) -> tuple[Callable[..., Any], Callable[..., Any]]:
+def _av_gemm_autograd(backward: Operation) -> Gradient:
     def setup(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
         ctx.save_for_backward(inputs[0], inputs[1])
 
     def gradient(ctx: Any, dout: Tensor) -> tuple[Any, ...]:
         need_probs, need_v = ctx.needs_input_grad[:2]
-        dprobs, dv = getattr(torch.ops, namespace).joint_attn_av_gemm_backward(dout, *ctx.saved_tensors, need_probs, need_v)
+        dprobs, dv = backward(dout, *ctx.saved_tensors, need_probs, need_v)
         return dprobs if need_probs else None, dv if need_v else None, None
 
     return setup, gradient
@@ -163,7 +206,7 @@ def _av_gemm_autograd(namespace: str) -> tuple[Callable[..., Any], Callable[...,
 
 
 def _inputs(arguments: tuple[Any, ...]) -> AttentionInputs:
-    return AttentionInputs(**dict(zip(_NAMES, arguments, strict=True)))
+    return AttentionInputs(*arguments)
 
 
 def _attention(kernels: Kernels) -> tuple[Callable[..., Any], ...]:
@@ -192,7 +235,13 @@ def _attention(kernels: Kernels) -> tuple[Callable[..., Any], ...]:
     return forward, backward, fake, fake_backward
 
 
-def _attention_autograd(namespace: str) -> tuple[Callable[..., Any], Callable[..., Any]]:
+def _attention_inference(kernels: Kernels) -> Callable[..., Any] | None:
+    """out and LSE without the row state, from an engine that has a kernel call of its own for it."""
+    inference = getattr(kernels, "attention_inference", None)
+    return None if inference is None else lambda *arguments: inference(_inputs(arguments[:-1]), arguments[-1])
+
+
+def _attention_autograd(backward: Operation) -> Gradient:
     def setup(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
         ctx.set_materialize_grads(False)
         ctx.mark_non_differentiable(*output[2:])
@@ -205,7 +254,6 @@ def _attention_autograd(namespace: str) -> tuple[Callable[..., Any], Callable[..
         if dout is None:
             dout = tensors[0].new_zeros(ctx.out[0], dtype=ctx.out[1])
         needs = [ctx.needs_input_grad[_NAMES.index(name)] for name in ("q", "k", "v", "sinks", "bias")]
-        backward = getattr(torch.ops, namespace).attention_backward
         found = backward(dout, dlse, row_max, row_sum, *tensors, *ctx.options, *needs)
         gradients = dict(zip(("q", "k", "v", "sinks", "bias"), found, strict=True))
         wanted = {name for name, need in zip(gradients, needs, strict=True) if need}
@@ -214,15 +262,32 @@ def _attention_autograd(namespace: str) -> tuple[Callable[..., Any], Callable[..
     return setup, gradient
 
 
+_IMPLEMENTED = {
+    "joint_attn_softmax": ("joint_attn_softmax", "ordered-v1"),
+    "joint_attn_softmax_v2": ("joint_attn_softmax", "ordered-v2"),
+    "joint_attn_qk_gemm": ("joint_attn_qk_gemm", "ordered-v1"),
+    "joint_attn_av_gemm": ("joint_attn_av_gemm", "ordered-v1"),
+    "attention": ("attention", "ordered-v1"),
+}
+"""Operator and contract of each registered name."""
 _IMPLEMENTATIONS = {
     "joint_attn_softmax": _softmax,
+    "joint_attn_softmax_v2": _softmax_v2,
     "joint_attn_qk_gemm": _qk_gemm,
     "joint_attn_av_gemm": _av_gemm,
     "attention": _attention,
 }
 _AUTOGRAD = {
     "joint_attn_softmax": _softmax_autograd,
+    "joint_attn_softmax_v2": _softmax_autograd,
     "joint_attn_qk_gemm": _qk_gemm_autograd,
     "joint_attn_av_gemm": _av_gemm_autograd,
     "attention": _attention_autograd,
+}
+_VMAP = {
+    "joint_attn_softmax": (_vmap.softmax, _vmap.softmax_backward),
+    "joint_attn_softmax_v2": (_vmap.softmax, _vmap.softmax_backward),
+    "joint_attn_qk_gemm": (_vmap.product, _vmap.product),
+    "joint_attn_av_gemm": (_vmap.product, _vmap.product),
+    "attention": (_vmap.attention, _vmap.attention_backward),
 }

@@ -1,4 +1,4 @@
-// Interface of the host (CPU) kernels of the joint operators of ordered-v1: the softmax rows and the three products behind qk and av.
+// Interface of the host (CPU) kernels of the joint operators of ordered-v1 and ordered-v2: the softmax rows and the three products behind qk and av.
 #pragma once
 
 #include "attn/host/arrays.h"
@@ -31,6 +31,11 @@ struct SoftmaxBackward {
 
 void softmax_forward(const SoftmaxProblem& problem, const SoftmaxForward& results, int threads, Variant variant = Variant::automatic);
 void softmax_backward(const SoftmaxProblem& problem, const SoftmaxBackward& gradients, int threads, Variant variant = Variant::automatic);
+
+// The same of ordered-v2.
+void softmax_v2_forward(const SoftmaxProblem& problem, const SoftmaxForward& results, int threads, Variant variant = Variant::automatic);
+void softmax_v2_backward(const SoftmaxProblem& problem, const SoftmaxBackward& gradients, int threads,
+                         Variant variant = Variant::automatic);
 
 // One product; every output is RN(chain * scale), stored by the zero rule. W is D or V.
 struct Product {

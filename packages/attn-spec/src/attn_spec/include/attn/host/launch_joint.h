@@ -5,13 +5,13 @@
 
 namespace attn::host {
 
-// `buffers` counts the rows of scratch that a thread needs.
-inline void run_softmax(const SoftmaxProblem& problem, SoftmaxCall call, int64_t buffers,
+// `buffers` counts the rows of scratch that a thread needs, each in whole tiles of `tile` slots.
+inline void run_softmax(const SoftmaxProblem& problem, SoftmaxCall call, int64_t buffers, int64_t tile,
                         void (*kernel)(const SoftmaxCall&, int64_t, float*), int threads) {
   const KeptKeyLists kept(problem.key_mask, problem.batch, problem.keys);
   call.problem = problem;
   call.kept = kept.view();
-  call.tile_limit = (problem.keys + kTile - 1) / kTile;
+  call.tile_limit = (problem.keys + tile - 1) / tile * (tile / kTile);
   const int64_t rows = problem.batch * problem.heads * problem.queries;
   const int64_t rows_at_once = std::max<int64_t>(1, 16384 / std::max<int64_t>(problem.keys, 1));
   const int workers = threads_for(8.0 * static_cast<double>(rows) * static_cast<double>(problem.keys), threads);
@@ -21,16 +21,36 @@ inline void run_softmax(const SoftmaxProblem& problem, SoftmaxCall call, int64_t
   });
 }
 
-void softmax_forward(const SoftmaxProblem& problem, const SoftmaxForward& results, int threads, Variant variant) {
+inline void run_softmax_forward(const SoftmaxProblem& problem, const SoftmaxForward& results, int64_t buffers, int64_t tile,
+                                void (*kernel)(const SoftmaxCall&, int64_t, float*), int threads) {
   SoftmaxCall call{};
   call.forward = results;
-  run_softmax(problem, call, 2, kernels_of(variant).softmax_forward, threads);
+  run_softmax(problem, call, buffers, tile, kernel, threads);
+}
+
+inline void run_softmax_backward(const SoftmaxProblem& problem, const SoftmaxBackward& gradients, int64_t buffers, int64_t tile,
+                                 void (*kernel)(const SoftmaxCall&, int64_t, float*), int threads) {
+  SoftmaxCall call{};
+  call.backward = gradients;
+  run_softmax(problem, call, buffers, tile, kernel, threads);
+}
+
+void softmax_forward(const SoftmaxProblem& problem, const SoftmaxForward& results, int threads, Variant variant) {
+  run_softmax_forward(problem, results, 2, kTile, kernels_of(variant).softmax_forward, threads);
 }
 
 void softmax_backward(const SoftmaxProblem& problem, const SoftmaxBackward& gradients, int threads, Variant variant) {
-  SoftmaxCall call{};
-  call.backward = gradients;
-  run_softmax(problem, call, 3, kernels_of(variant).softmax_backward, threads);
+  run_softmax_backward(problem, gradients, 3, kTile, kernels_of(variant).softmax_backward, threads);
+}
+
+constexpr int64_t kLongRowBuffers = 6;  // rows, and the terms and states of tiles in the last one's place
+
+void softmax_v2_forward(const SoftmaxProblem& problem, const SoftmaxForward& results, int threads, Variant variant) {
+  run_softmax_forward(problem, results, kLongRowBuffers, v2::kTile, kernels_of(variant).softmax_v2_forward, threads);
+}
+
+void softmax_v2_backward(const SoftmaxProblem& problem, const SoftmaxBackward& gradients, int threads, Variant variant) {
+  run_softmax_backward(problem, gradients, kLongRowBuffers, v2::kTile, kernels_of(variant).softmax_v2_backward, threads);
 }
 
 // Rows that a product reads at once; its outputs are cut there, never its chains.

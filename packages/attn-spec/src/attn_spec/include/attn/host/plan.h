@@ -4,7 +4,7 @@
 
 #include "attn/host/attention.h"
 #include "attn/host/joint.h"
-#include "attn/ordered.h"
+#include "attn/ordered_v2.h"
 #include "attn/philox.h"
 
 namespace attn::host {
@@ -139,6 +139,8 @@ struct Kernels {
   void (*bias_gradient)(const AttentionCall& call, int64_t item, float* scratch);
   void (*softmax_forward)(const SoftmaxCall& call, int64_t row, float* scratch);
   void (*softmax_backward)(const SoftmaxCall& call, int64_t row, float* scratch);
+  void (*softmax_v2_forward)(const SoftmaxCall& call, int64_t row, float* scratch);
+  void (*softmax_v2_backward)(const SoftmaxCall& call, int64_t row, float* scratch);
   void (*product_over_width)(const ProductCall& call, const RowBlock& block, float* scratch);
   void (*product_over_keys)(const ProductCall& call, const RowBlock& block, float* scratch);
   void (*product_over_queries)(const ProductCall& call, int64_t item, float* scratch);

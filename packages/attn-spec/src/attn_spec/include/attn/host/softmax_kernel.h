@@ -11,9 +11,9 @@ struct SoftmaxRow {
   int64_t batch, head, query;
   const int32_t* stored;
   int64_t keys;  // kept keys
-  int64_t tiles;
+  int64_t tile, tiles;
 
-  SoftmaxRow(const SoftmaxCall& call, int64_t row) : stored(nullptr), keys(call.problem.keys) {
+  SoftmaxRow(const SoftmaxCall& call, int64_t row, int64_t slots = kTile) : stored(nullptr), keys(call.problem.keys), tile(slots) {
     const SoftmaxProblem& problem = call.problem;
     query = row % problem.queries;
     head = row / problem.queries % problem.heads;
@@ -22,7 +22,7 @@ struct SoftmaxRow {
       stored = call.kept.stored + batch * problem.keys;
       keys = call.kept.counts[batch];
     }
-    tiles = (keys + kTile - 1) / kTile;
+    tiles = (keys + tile - 1) / tile;
   }
 
   int64_t offset(const Strides& strides) const { return batch * strides.batch + head * strides.head + query * strides.row; }
@@ -33,7 +33,7 @@ struct SoftmaxRow {
     read(input.data, dtype, offset(input.strides), input.strides.column, all, to);
     if (stored != nullptr)
       for (int64_t l = 0; l < keys; ++l) slots[l] = whole[stored[l]];
-    fill(slots + keys, tiles * kTile - keys, empty);
+    fill(slots + keys, tiles * tile - keys, empty);
   }
 
   // Slots to a strided row of `all` keys, +0 at dropped ones.

@@ -1,0 +1,37 @@
+// Blocks of the softmax of ordered-v2, and which rows can be read four keys at a time.
+#pragma once
+
+#include "launch.cuh"
+#include "long_tile.cuh"
+
+namespace attn_cuda {
+
+// Most warps of a block that is a team, each with a tile in its registers; two of them on an SM leave 64 registers a thread forward for
+// halves and 80 for binary32.
+template <typename In>
+constexpr int kLongWarps = sizeof(In) == sizeof(float) ? 12 : 16;
+constexpr int kLongWideBlocks = 2;
+constexpr int kLongBackwardWarps = 8;  // with P and dP: 128 registers
+constexpr int kLongBackwardWideBlocks = 2;
+constexpr int kLongBackwardNarrowBlocks = 3;
+constexpr int kLongNarrowBlocks = 3;
+constexpr int kLongChunk = 512;  // tiles whose states a block holds at a time
+
+// A warp for every tile of a row, up to `most`; `staged`: the row stays in their registers. The choice moves no bit.
+inline Block long_block(int64_t keys, int most) {
+  const int64_t tiles = (keys + kLongTile - 1) / kLongTile;
+  if (tiles <= 1) return Block{kNarrowThreads, kNarrowThreads / kLanes, false, true, 0};
+  const bool resident = tiles <= most;
+  return Block{static_cast<int>(resident ? tiles : most) * kLanes, 1, true, resident, 0};
+}
+
+inline bool quads(const void* data, int32_t dtype, const int64_t (&strides)[3]) {
+  const bool whole = strides[0] % 4 == 0 && strides[1] % 4 == 0 && strides[2] % 4 == 0;
+  return whole && reinterpret_cast<uintptr_t>(data) % (4 * size_of(dtype)) == 0;
+}
+
+inline bool contiguous_quads(const void* data, int32_t dtype, int64_t keys) {
+  return keys % 4 == 0 && reinterpret_cast<uintptr_t>(data) % (4 * size_of(dtype)) == 0;
+}
+
+}  // namespace attn_cuda
