@@ -195,12 +195,12 @@ __global__ void __launch_bounds__(kThreads) probabilities_kernel(const __grid_co
   for (int j = 0; j < kSlots; ++j) scores[j * kLanes] = x[0][j];
 }
 
-constexpr int kLoaders = 4 * kLanes;  // threads that load for those that sum
+constexpr int kLoaders = 8 * kLanes;  // threads that load for those that sum
 constexpr int kStepKeys = 128;
 constexpr int kRawStages = 4;   // of V, three of them on their way
 constexpr int kProbStages = 5;  // and besides them the step that the chains read
 
-using ValueCopy = RowCopy<kLoaders, kStepKeys, kLanes, 4>;
+using ValueCopy = RowCopy<kLoaders, kStepKeys, kLanes, 2>;
 
 struct ValuesShared {
   float values[2][kStepKeys * kLanes];
@@ -237,7 +237,7 @@ __device__ __forceinline__ float chain_values(const float* probs, const float* v
   return sum;
 }
 
-// Chains of out over one wave: eight warps own a row each, a lane a column, and four more warps load for them, several steps ahead.
+// Chains of out over one wave: eight warps own a row each, a lane a column, and eight more load for them, several steps ahead.
 __global__ void __launch_bounds__(kThreads + kLoaders) values_kernel(const __grid_constant__ SplitArguments arguments) {
   const Attention& problem = arguments.forward.problem;
   extern __shared__ float4 storage[];
@@ -261,23 +261,18 @@ __global__ void __launch_bounds__(kThreads + kLoaders) values_kernel(const __gri
   const int steps = block.any.begin < block.any.end && first < last ? static_cast<int>((last - first + kStepKeys - 1) / kStepKeys) : 0;
 
   const int loader = static_cast<int>(threadIdx.x) - kThreads;
-  const int prob_row = loader / kLanes, prob_key = loader % kLanes * 4;  // and the row four further on
-  const float* probs_from[2];
-#pragma unroll
-  for (int i = 0; i < 2; ++i) {
-    const Row of = loads ? block.rows[prob_row + 4 * i] : Row{-1, 0};
-    probs_from[i] = of.head < 0 ? nullptr : scores_of(arguments, row_index(problem, work.item, of), 0) + (first - wave_begin) + prob_key;
-  }
+  static_assert(kLoaders == kWarpRows * kStepKeys / 4, "a loader has four neighbours of P in each step");
+  const int prob_row = loader / kLanes, prob_key = loader % kLanes * 4;
+  const Row prob_of = loads ? block.rows[prob_row] : Row{-1, 0};
+  const float* probs_from =
+      prob_of.head < 0 ? nullptr : scores_of(arguments, row_index(problem, work.item, prob_of), 0) + (first - wave_begin) + prob_key;
   const auto start = [&](int step) {
     if (step < steps) {
       const auto slot = static_cast<int32_t>(first + static_cast<int64_t>(step) * kStepKeys);
       ValueCopy::start(loader, problem.v, first_column, raw + step % kRawStages * raw_bytes,
                        [&](int i) { return key_offset(problem.v, work.item, work.v_base, slot + i); });
-#pragma unroll
-      for (int i = 0; i < 2; ++i)
-        if (probs_from[i] != nullptr)
-          copy_async(&shared->probs[step % kProbStages][prob_row + 4 * i][prob_key], probs_from[i] + static_cast<int64_t>(step) * kStepKeys,
-                     true);
+      if (probs_from != nullptr)
+        copy_async(&shared->probs[step % kProbStages][prob_row][prob_key], probs_from + static_cast<int64_t>(step) * kStepKeys, true);
     }
     end_copy_group();
   };
