@@ -14,19 +14,19 @@ from attn_spec._operators import OPERATORS
 
 README = Path(__file__).resolve().parent.parent / "README.md"
 BEGIN, END = "<!-- guarantees: begin -->", "<!-- guarantees: end -->"
-QUANTITIES = ("out", "lse", "dq", "dk", "dv", "dsinks", "dbias")
 
 
 def promises(contract: Contract) -> list[str]:
     """One row a promise: what may change, which quantities keep their bits, and the test that holds it."""
+    quantities = list(dict.fromkeys(name for guarantee in contract.guarantees for name in guarantee.quantities))
     lines = [
         f"Contract [`{contract.name}`]({contract.document}): a change of ... moves no bit of ...",
         "",
-        f"| change | {' | '.join(QUANTITIES)} | held by |",
-        f"|---|{'---|' * len(QUANTITIES)}---|",
+        f"| change | {' | '.join(quantities)} | held by |",
+        f"|---|{'---|' * len(quantities)}---|",
     ]
     for guarantee in contract.guarantees:
-        marks = ["yes" if name in guarantee.quantities else "" for name in QUANTITIES]
+        marks = ["yes" if name in guarantee.quantities else "" for name in quantities]
         path, _, test = guarantee.test.partition("::")
         lines.append(f"| {guarantee.change} | {' | '.join(marks)} | [`{test}`]({path}) |")
     return lines

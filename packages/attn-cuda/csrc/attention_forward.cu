@@ -189,7 +189,9 @@ __global__ void __launch_bounds__(Warps* kLanes, Width <= 128 && Warps == kMostW
   for (int64_t turn = 0; turn * gridDim.x < arguments.blocks; ++turn) {
     const int64_t id = turn * gridDim.x + (turn % 2 == 0 ? blockIdx.x : gridDim.x - 1 - blockIdx.x);
     __syncthreads();
-    if (id >= arguments.blocks || !share_work(arguments.problem, id, arguments.per_item, arguments.plan, &work)) continue;
+    if (id >= arguments.blocks) continue;
+    const int64_t block_id = last_queries_first(arguments.problem, id, arguments.per_item, arguments.plan);
+    if (!share_work(arguments.problem, block_id, arguments.per_item, arguments.plan, &work)) continue;
     block.find(arguments.problem, work);
     attend_rows<Width>(arguments, work, block, memory, held);
   }

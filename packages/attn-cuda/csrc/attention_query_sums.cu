@@ -297,7 +297,9 @@ __global__ void __launch_bounds__(Warps* kLanes, Width <= 128 && Warps == kWarps
   for (int64_t turn = 0; turn * gridDim.x < arguments.blocks; ++turn) {
     const int64_t id = turn * gridDim.x + (turn % 2 == 0 ? blockIdx.x : gridDim.x - 1 - blockIdx.x);
     __syncthreads();
-    if (id >= arguments.blocks || !share_work(problem, id, arguments.per_item, arguments.plan, &work)) continue;
+    if (id >= arguments.blocks) continue;
+    const int64_t block_id = last_queries_first(problem, id, arguments.per_item, arguments.plan);
+    if (!share_work(problem, block_id, arguments.per_item, arguments.plan, &work)) continue;
     block.find(problem, work);
     gradients_of_rows<Width>(arguments, work, block, memory, held);
   }

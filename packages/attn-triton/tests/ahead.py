@@ -15,7 +15,8 @@ from pathlib import Path
 import triton
 import triton.language as tl
 from attn_triton import _softmax_kernel as kernel
-from attn_triton._launch import CONFIGS
+from attn_triton import _softmax_v2_kernel as kernel_v2
+from attn_triton._softmax_launch import CONFIGS, CONFIGS_V2
 from triton.backends.compiler import GPUTarget
 from triton.backends.nvidia.compiler import get_ptxas
 from triton.compiler import ASTSource
@@ -106,9 +107,17 @@ def entries():
             for dtype, masked, aligned in (("fp32", False, True), ("bf16", True, False)):
                 source, options = production(function, dtype, masked, aligned, config)
                 yield entry(f"{name}-{dtype}", "production", arch, source, options, masked=masked)
+        config_v2 = CONFIGS_V2["rocm" if arch in AMD else "cuda"]
+        for name, function in {"forward": kernel_v2.softmax_forward, "backward": kernel_v2.softmax_backward}.items():
+            for dtype, masked, aligned in (("fp32", False, True), ("bf16", True, False)):
+                source, options = production(function, dtype, masked, aligned, config_v2)
+                yield entry(f"v2-{name}-{dtype}", "production", arch, source, options, masked=masked, warps=config_v2.num_warps)
         if arch in CONTROLS:
             source, options = production(functions["forward"], "fp32", False, True, dataclasses.replace(config, enable_fp_fusion=True))
             yield entry("fused", "control", arch, source, options, masked=False)
+            fused = dataclasses.replace(config_v2, enable_fp_fusion=True)
+            source, options = production(kernel_v2.softmax_backward, "fp32", False, True, fused)
+            yield entry("v2-fused", "control", arch, source, options, masked=False, warps=fused.num_warps)
         for function in ((approximate,) if arch in CONTROLS else ()) + ((one_division, one_integer_division) if arch in AMD else ()):
             yield entry(function.__name__, "control", arch, *control(function), masked=False)
 

@@ -12,7 +12,7 @@ import torch
 from attn_spec import Call, UnsupportedProblem, get_op
 from attn_spec._errors import UnknownName
 from attn_spec.testing.asserts import assert_bytes
-from attn_triton import _launch, backend
+from attn_triton import _configuration, _softmax_launch, backend
 from attn_triton.backend import BACKEND
 
 
@@ -25,7 +25,9 @@ def python(code, **environment):
 
 
 def test_public_names():
-    assert set(attn_triton.__all__) == {"__version__", "joint_attn_softmax"}
+    joint = {"joint_attention", "joint_attn_av_gemm", "joint_attn_qk_gemm", "joint_attn_softmax"}
+    assert set(attn_triton.__all__) == {"__version__", "attention", "attention_varlen", *joint}
+    assert set(attn_triton.__all__) - {"__version__"} == set(BACKEND.capabilities().operators)
     assert all(hasattr(attn_triton, name) for name in attn_triton.__all__)
 
 
@@ -99,7 +101,7 @@ def test_fingerprint_names_the_real_build(device, monkeypatch):
     first = BACKEND.fingerprint(device)
     assert first == BACKEND.fingerprint(device)
     assert re.fullmatch(r"sha256:[0-9a-f]{64}", first)
-    monkeypatch.setitem(_launch.CONFIGS, device, _launch.Config(rows=2, num_warps=8))
+    monkeypatch.setitem(_softmax_launch.CONFIGS, device, _configuration.Config(rows=2, num_warps=8))
     assert BACKEND.fingerprint(device) != first
 
 

@@ -102,6 +102,42 @@ def test_production_kernels_keep_the_rules(compiled, arch, name):
     assert broken(compiled, arch, name) == []
 
 
+def stated_fmas(item, lanes):
+    """FMAs of ordered-v2 in one thread: nine for each exponential of its part of a tile and for one of the row state, in both passes."""
+    return 2 * 9 * (1024 // (lanes * item["warps"]) + 1)
+
+
+def broken_v2(compiled, arch, name):
+    """Rules that a kernel of ordered-v2 breaks; its FMAs are counted, since a contraction is one more. Packed ones count twice."""
+    item = compiled[arch, name]
+    text = item["assembly"]
+    if arch in NVIDIA:
+        fused = r"\bfma\.rn\.f32(x2)?\b"
+        count, stated = sum(2 if packed else 1 for packed in re.findall(fused, text)), stated_fmas(item, 32)
+        rest = {**item, "assembly": re.sub(fused, "", text), "sass": ""}
+        return broken_ptx(rest) + ([] if count == stated else [f"contraction: {count} FMAs, {stated} stated"])
+    stated = stated_fmas(item, 64) + divisions(text) * fma_count(compiled[arch, "one_division"]["assembly"])
+    if item["masked"]:
+        stated += fma_count(compiled[arch, "one_integer_division"]["assembly"])
+    count = fma_count(text) + len(re.findall(r"\bv_pk_(?:fma|mac|mad)", text))
+    found = [rule for rule, pattern in FORBIDDEN_GCN.items() if re.search(pattern, text)]
+    if re.search(r"= f\w+ (?:fast|contract|afn|arcp|reassoc|nsz|nnan|ninf)\b|@llvm\.(?:fmuladd|exp|exp2)\b", item["llir"]):
+        found.append("a floating-point operation that the compiler may change")
+    return found if count == stated else [*found, f"contraction: {count} FMAs, {stated} stated"]
+
+
+@pytest.mark.parametrize("name", ("v2-forward-fp32", "v2-forward-bf16", "v2-backward-fp32", "v2-backward-bf16"))
+@pytest.mark.parametrize("arch", TARGETS)
+def test_kernels_of_ordered_v2_fuse_only_what_it_states(compiled, arch, name):
+    assert broken_v2(compiled, arch, name) == []
+
+
+@pytest.mark.parametrize("arch", CONTROLS)
+def test_fusion_in_ordered_v2_is_caught(compiled, arch):
+    """Control: the production kernel, compiled without enable_fp_fusion=False."""
+    assert any("contraction" in rule for rule in broken_v2(compiled, arch, "v2-fused"))
+
+
 @pytest.mark.parametrize("arch", TARGETS)
 def test_the_divisions_are_there(compiled, arch):
     for name in ("forward-fp32", "backward-bf16"):

@@ -9,7 +9,7 @@ import triton
 import triton.language as tl
 from attn_spec.testing.asserts import assert_bytes
 from attn_spec.torch import to_numpy
-from attn_triton import _launch, joint_attn_softmax
+from attn_triton import _key_index, _softmax_launch, joint_attn_softmax
 from attn_triton import _softmax_kernel as kernel
 
 
@@ -30,7 +30,7 @@ def data(device):
 @pytest.mark.parametrize("rows", (1, 2, 8))
 def test_rows_of_a_program(device, data, monkeypatch, rows):
     expected = run(*data)
-    monkeypatch.setitem(_launch.CONFIGS, device, dataclasses.replace(_launch.CONFIGS[device], rows=rows))
+    monkeypatch.setitem(_softmax_launch.CONFIGS, device, dataclasses.replace(_softmax_launch.CONFIGS[device], rows=rows))
     for name, a, b in zip(("probs", "dscores"), run(*data), expected, strict=True):
         assert_bytes(a, b, name)
 
@@ -58,7 +58,7 @@ def test_another_order_of_the_sum_moves_bits(device, data):
 
 def test_key_index():
     mask = torch.tensor([[True, False, True, True, False], [False] * 5, [True] * 5])
-    found = _launch.key_index(mask)
+    found = _key_index.key_index(mask)
     assert found.counts.tolist() == [3, 0, 5]
     assert found.index.tolist() == [[0, 2, 3, 1, 4], [0, 1, 2, 3, 4], [0, 1, 2, 3, 4]]
     assert found.keep.tolist() == mask.int().tolist()

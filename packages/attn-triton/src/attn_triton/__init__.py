@@ -5,8 +5,22 @@ Importing this package starts no GPU driver. ``TRITON_INTERPRET=1`` in the envir
 
 from attn_triton.backend import BACKEND
 
-__all__ = ["__version__", "joint_attn_softmax"]
+__all__ = [
+    "__version__",
+    "attention",
+    "attention_varlen",
+    "joint_attention",
+    "joint_attn_av_gemm",
+    "joint_attn_qk_gemm",
+    "joint_attn_softmax",
+]
 
 __version__ = "0.1.0"
 
-joint_attn_softmax = BACKEND.operators()["joint_attn_softmax"]
+_FUNCTIONS = BACKEND.operators()
+joint_attn_qk_gemm = _FUNCTIONS["joint_attn_qk_gemm"]
+joint_attn_softmax = _FUNCTIONS["joint_attn_softmax"]
+joint_attn_av_gemm = _FUNCTIONS["joint_attn_av_gemm"]
+joint_attention = _FUNCTIONS["joint_attention"]
+attention = _FUNCTIONS["attention"]
+attention_varlen = _FUNCTIONS["attention_varlen"]

@@ -1,14 +1,16 @@
-"""The floating-point mode of kernels that Triton interprets with numpy: subnormals kept, no warnings about infinities and NaN."""
+"""How kernels run that Triton interprets with numpy: subnormals kept, no warnings about infinities and NaN, plain integer arithmetic."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 
 import numpy as np
 import torch
+from triton.runtime import interpreter
 
-__all__ = ["ieee_mode"]
+__all__ = ["ieee_mode", "without_overflow_checks"]
 
 
 @contextmanager
@@ -23,6 +25,18 @@ def ieee_mode() -> Iterator[None]:
     finally:
         if flushes:
             torch.set_flush_denormal(True)
+
+
+@contextmanager
+def without_overflow_checks() -> Iterator[None]:
+    """Integer additions and multiplications as compiled kernels make them: checking each one would be half of the interpreter's time."""
+    builder = interpreter.interpreter_builder
+    options = builder.options
+    builder.options = replace(options, sanitize_overflow=False)
+    try:
+        yield
+    finally:
+        builder.options = options
 
 
 def _flushes() -> bool:

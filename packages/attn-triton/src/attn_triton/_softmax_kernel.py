@@ -11,6 +11,8 @@ compile with ``enable_fp_fusion=False``. Offsets are 64-bit per row and per tile
 import triton
 import triton.language as tl
 
+from attn_triton._device_function import device_function
+
 __all__ = ["INTERPRETED", "softmax_backward", "softmax_forward"]
 
 TILE = tl.constexpr(256)
@@ -25,7 +27,7 @@ ROUND_TO_INTEGER = tl.constexpr(1.5 * 2.0**23)
 NEGATIVE_INFINITY = tl.constexpr(float("-inf"))
 
 
-@triton.jit
+@device_function
 def exp_nonpositive(x):
     """exp(x) for x <= 0 or NaN. Every n is scaled as (p * 2^(n+64)) * 2^-64: the first product is exact, so that one rounding remains."""
     y = x * LOG2E + 0.5
@@ -46,20 +48,20 @@ def exp_nonpositive(x):
     return tl.where(x < -104.0, 0.0, (p * scale) * TWO_TO_MINUS_64)
 
 
-@triton.jit
+@device_function
 def max_nan(a, b):
     """Maximum that propagates NaN."""
     return tl.where((a > b) | (a != a), a, b)
 
 
-@triton.jit
+@device_function
 def _ordered_key(x):
     """Bits that order as integers like x as numbers, NaN above +inf. Its own inverse on the bits, NaN apart."""
     bits = x.to(tl.int32, bitcast=True)
     return tl.where(x != x, 0x7FFFFFFF, bits ^ ((bits >> 31) & 0x7FFFFFFF))
 
 
-@triton.jit
+@device_function
 def _tree_max(x):
     """[8, ROWS, 32] -> [ROWS]. A maximum does not depend on its order, so slots of different threads meet as integers in one reduction."""
     for _ in tl.static_range(3):
@@ -69,7 +71,7 @@ def _tree_max(x):
     return (key ^ ((key >> 31) & 0x7FFFFFFF)).to(tl.float32, bitcast=True)
 
 
-@triton.jit
+@device_function
 def _tree_sum(x):
     """[8, ROWS, 32] -> [ROWS] by the halves tree. Every sum here has two terms, so no compiler can choose an order."""
     for _ in tl.static_range(3):
@@ -81,7 +83,7 @@ def _tree_sum(x):
     return tl.reshape(x, [x.shape[0]])
 
 
-@triton.jit
+@device_function
 def _merge(row_max, row_sum, tile_max, tile_sum):
     """Row state after one more tile. One exp does for both: the state that holds the new maximum is multiplied by exp(0) = 1."""
     maximum = max_nan(row_max, tile_max)
@@ -95,7 +97,7 @@ def _merge(row_max, row_sum, tile_max, tile_sum):
     return state_max, state_sum
 
 
-@triton.jit
+@device_function
 def _probability(x, masked, row_max, row_sum):
     """P of scores x [8, ROWS, 32], +0 where masked; a dead row divides by 1."""
     dead = row_max == NEGATIVE_INFINITY
@@ -104,20 +106,20 @@ def _probability(x, masked, row_max, row_sum):
     return tl.where(masked, 0.0, tl.div_rn(exp_nonpositive(x - offset), tl.broadcast_to(divisor, x.shape)))
 
 
-@triton.jit
+@device_function
 def _slots():
     high = tl.arange(0, HIGH)[:, None, None]
     return high * LOW + tl.arange(0, LOW)[None, None, :]
 
 
-@triton.jit
+@device_function
 def _tiles(length):
     """Number of tiles of the longest row; written so that lengths up to 2^31 - 1 do not overflow."""
     longest = tl.max(length, axis=0)
     return longest // TILE + (longest % TILE != 0).to(tl.int32)
 
 
-@triton.jit
+@device_function
 def _offsets(rows, keys, rows_per_batch, ROWS: tl.constexpr):
     """Row numbers, the number of keys of each row (0 past the end), first element of each row, first element of its mask; all [ROWS]."""
     row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
@@ -127,12 +129,12 @@ def _offsets(rows, keys, rows_per_batch, ROWS: tl.constexpr):
     return row, batch, stored, row * keys, batch * keys
 
 
-@triton.jit
+@device_function
 def _load(pointer, offset, present):
     return tl.load(pointer + offset, mask=present, other=0.0).to(tl.float32)
 
 
-@triton.jit
+@device_function
 def _logical_scores(scores, index, row_start, mask_start, length, first, slot, HAS_MASK: tl.constexpr):
     """Scores of one logical tile (-inf where there is none) and the offsets they lie at, relative to the row."""
     present = slot < (length - first)[None, :, None]
@@ -145,7 +147,7 @@ def _logical_scores(scores, index, row_start, mask_start, length, first, slot, H
     return x, place, present
 
 
-@triton.jit
+@device_function
 def _stored_scores(scores, keep, row_start, mask_start, stored, first, slot, HAS_MASK: tl.constexpr):
     """Scores of 256 stored positions, -inf where the key is dropped or there is none."""
     present = slot < (stored - first)[None, :, None]
@@ -156,7 +158,7 @@ def _stored_scores(scores, keep, row_start, mask_start, stored, first, slot, HAS
     return x, present
 
 
-@triton.jit
+@device_function
 def _store(pointer, value, present, INTEGER_ROUNDING: tl.constexpr):
     """One conversion to nearest even. INTEGER_ROUNDING replaces the conversion to bfloat16 where it truncates (Triton's interpreter)."""
     if INTEGER_ROUNDING and pointer.dtype.element_ty == tl.bfloat16:

@@ -14,15 +14,26 @@ import triton
 from attn_spec import Capabilities, OperatorSupport
 from attn_spec.torch import Kernels, Operators, TorchBackend
 
-from attn_triton import _launch
+from attn_triton import _attention_backward_launch, _attention_launch, _launch, _products_launch, _softmax_launch
+from attn_triton._problem import MAX_HEAD_DIM
 from attn_triton._softmax_kernel import INTERPRETED
 
 __all__ = ["BACKEND", "TritonBackend"]
 
 _OLDEST_CAPABILITY = (8, 0)
+_LAUNCHES = (_softmax_launch, _products_launch, _attention_launch, _attention_backward_launch)
+_ANY = frozenset({"causal", "window", "sinks", "return_lse", "gradient"})
 _CAPABILITIES = Capabilities(
     devices=("cuda", "rocm", "cpu"),
-    operators={"joint_attn_softmax": OperatorSupport(features=frozenset({"gradient", "key_padding_mask"}))},
+    contracts=("ordered-v1", "ordered-v2"),
+    operators={
+        "joint_attn_qk_gemm": OperatorSupport(frozenset({"gradient"})),
+        "joint_attn_softmax": OperatorSupport(frozenset({"gradient", "key_padding_mask"})),
+        "joint_attn_av_gemm": OperatorSupport(frozenset({"gradient"})),
+        "joint_attention": OperatorSupport(frozenset({"gradient", "prompt_mask"}), max_head_dim=MAX_HEAD_DIM),
+        "attention": OperatorSupport(_ANY | {"key_padding_mask", "kv_lengths", "q_start", "k_start", "bias"}, max_head_dim=MAX_HEAD_DIM),
+        "attention_varlen": OperatorSupport(_ANY | {"seqlens_q", "seqlens_k"}, max_head_dim=MAX_HEAD_DIM),
+    },
 )
 
 
@@ -59,7 +70,8 @@ class TritonBackend(TorchBackend):
         digest = hashlib.sha256()
         for source in sorted(Path(__file__).parent.glob("*.py")):
             digest.update(source.name.encode() + b"\0" + source.read_bytes() + b"\0")
-        digest.update("\0".join((triton.__version__, _target(device), repr(_launch.CONFIGS.get(device)))).encode())
+        configs = [repr(part.CONFIGS.get(device)) for part in _LAUNCHES]
+        digest.update("\0".join((triton.__version__, _target(device), *configs)).encode())
         return f"sha256:{digest.hexdigest()}"
 
 

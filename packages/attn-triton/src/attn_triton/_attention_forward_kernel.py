@@ -1,0 +1,176 @@
+"""Attention forward of contract ordered-v1 in two kernels: row states, then scores again, P and the chains of out.
+
+A program owns ROWS rows of one kv head's group and goes over the slots that any of them sees. Nothing of the size of the scores is stored.
+"""
+
+# mypy: ignore-errors
+# (the bodies are Triton's language, which Python's types do not describe)
+
+import triton
+import triton.language as tl
+
+from attn_triton._chain_kernel import read_rows, weighted_chain
+from attn_triton._device_function import device_function
+from attn_triton._scores_kernel import QUARTER, key_rows, probabilities, row_values, scores_of, tree_max, tree_sum
+from attn_triton._softmax_kernel import _merge, _store, exp_nonpositive, max_nan
+from attn_triton._visibility_kernel import find_work, keys_at, rows_at, sizes_of, slot_range
+
+__all__ = ["attention_outputs", "attention_row_states"]
+
+TILE = tl.constexpr(256)
+NEGATIVE_INFINITY = tl.constexpr(float("-inf"))
+SQRT2_BITS = tl.constexpr(0x3FB504F3)
+LN2_TOP = tl.constexpr(float.fromhex("0x1.63p-1"))
+LN2_CORRECTION = tl.constexpr(float.fromhex("-0x1.bd0106p-13"))
+LN_FIRST = tl.constexpr(float.fromhex("0x1.204376p-4"))
+
+
+@device_function
+def _ln(z):
+    """Natural logarithm of z >= 1, +inf or NaN."""
+    bits = z.to(tl.int32, bitcast=True)
+    mantissa = (bits & 0x7FFFFF) | 0x3F800000
+    halve = mantissa >= SQRT2_BITS
+    f = mantissa.to(tl.float32, bitcast=True)
+    f = tl.where(halve, f * 0.5, f)
+    k = ((bits >> 23) - 127 + halve.to(tl.int32)).to(tl.float32)
+    t = f - 1.0
+    w = t * t
+    p = t * LN_FIRST + -0.11514610052108765
+    p = p * t + 0.11676998436450958
+    p = p * t + -0.12420140951871872
+    p = p * t + 0.14249323308467865
+    p = p * t + -0.16668057441711426
+    p = p * t + 0.2000071406364441
+    p = p * t + -0.24999994039535522
+    p = p * t + 0.3333333134651184
+    y = (t * w) * p
+    y = y + k * LN2_CORRECTION
+    y = y - w * 0.5
+    y = t + y
+    y = y + k * LN2_TOP
+    return tl.where((z != z) | (z == float("inf")), z, y)
+
+
+@device_function
+def _scores(arrays, sizes, item, kv_head, rows, first, M: tl.constexpr, KEYS: tl.constexpr, CHUNK: tl.constexpr, DOT: tl.constexpr):
+    """Final scores [M, KEYS] of the slots [first, first + KEYS)."""
+    keys = keys_at(arrays, sizes, item, first, KEYS)
+    return scores_of(arrays, sizes, item, kv_head, rows, keys, M, KEYS, CHUNK, DOT)
+
+
+@device_function
+def _tile_state(arrays, sizes, item, kv_head, rows, first, M: tl.constexpr, KEYS: tl.constexpr, CHUNK: tl.constexpr, DOT: tl.constexpr):
+    """Maximum and sum of exponentials [M] of the tile that begins at slot ``first``, as a whole or in quarters that meet by elements."""
+    if KEYS == TILE:
+        x = _scores(arrays, sizes, item, kv_head, rows, first, M, TILE, CHUNK, DOT)
+        top = tree_max(x)
+        total = tree_sum(exp_nonpositive(x - tl.where(top == NEGATIVE_INFINITY, 0.0, top)[:, None]), 8)
+    else:
+        x0 = tl.full([M, QUARTER], NEGATIVE_INFINITY, tl.float32)
+        x1, x2, x3 = x0, x0, x0
+        # One copy of the product for all quarters: four would not fit the instruction cache.
+        for quarter in range(4):
+            x = _scores(arrays, sizes, item, kv_head, rows, first + quarter * QUARTER, M, QUARTER, CHUNK, DOT)
+            x0 = tl.where(quarter == 0, x, x0)
+            x1 = tl.where(quarter == 1, x, x1)
+            x2 = tl.where(quarter == 2, x, x2)
+            x3 = tl.where(quarter == 3, x, x3)
+        top = tree_max(max_nan(max_nan(x0, x2), max_nan(x1, x3)))
+        offset = tl.where(top == NEGATIVE_INFINITY, 0.0, top)[:, None]
+        even = exp_nonpositive(x0 - offset) + exp_nonpositive(x2 - offset)
+        odd = exp_nonpositive(x1 - offset) + exp_nonpositive(x3 - offset)
+        total = tree_sum(even + odd)
+    return top, total
+
+
+@triton.jit(do_not_specialize=["per_item"])
+def attention_row_states(
+    arrays,
+    sizes,
+    plan,
+    per_item,
+    lse,
+    row_max,
+    row_sum,
+    ROWS: tl.constexpr,
+    KEYS: tl.constexpr,
+    CHUNK: tl.constexpr,
+    DOT: tl.constexpr,
+):
+    """LSE and the row state of one block of rows; a dead row has -inf, -inf and 0."""
+    sizes = sizes_of(sizes)
+    work = find_work(arrays, sizes, plan, per_item)
+    item = work.item
+    rows = rows_at(arrays, sizes, item, work.kv_head, work.block * ROWS, ROWS)
+    begin, end = slot_range(arrays, sizes, item, rows)
+    m = tl.full([ROWS], NEGATIVE_INFINITY, tl.float32)
+    s = tl.full([ROWS], 0, tl.float32)
+    for first in range(begin & -TILE, end, TILE):
+        tile_max, tile_sum = _tile_state(arrays, sizes, item, work.kv_head, rows, first, ROWS, KEYS, CHUNK, DOT)
+        m, s = _merge(m, s, tile_max, tile_sum)
+    if arrays.sinks is not None:
+        sink = tl.load(arrays.sinks + rows.head, mask=rows.present, other=NEGATIVE_INFINITY)
+        m, s = _merge(m, s, sink, tl.full([ROWS], 1.0, tl.float32))
+    at = row_values(arrays, sizes, item, rows)
+    dead = m == NEGATIVE_INFINITY
+    tl.store(lse + at, tl.where(dead, NEGATIVE_INFINITY, (m + _ln(tl.where(dead, 1.0, s))) + 0.0), mask=rows.present)
+    tl.store(row_max + at, m, mask=rows.present)
+    tl.store(row_sum + at, s, mask=rows.present)
+
+
+@triton.jit(do_not_specialize=["per_item"])
+def attention_outputs(
+    arrays,
+    sizes,
+    plan,
+    per_item,
+    row_max,
+    row_sum,
+    out,
+    out_batch,
+    out_head,
+    out_row,
+    spoiled,
+    ROWS: tl.constexpr,
+    KEYS: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    CHUNK: tl.constexpr,
+    SELECT: tl.constexpr,
+    DOT: tl.constexpr,
+    INTEGER_ROUNDING: tl.constexpr,
+):
+    """out of one block of rows: the chains of P and v, KEYS slots at a time.
+
+    Without SELECT the program says in ``spoiled`` [programs] int32 whether an accumulator is NaN. That may come from the zero product of a
+    masked pair with an infinity or a NaN, so a second launch, with SELECT, sums those blocks again with no term for a masked pair.
+    """
+    sizes = sizes_of(sizes)
+    due = True
+    if SELECT:
+        due = tl.load(spoiled + tl.program_id(0)) != 0
+    if not due:
+        return
+    work = find_work(arrays, sizes, plan, per_item)
+    item = work.item
+    rows = rows_at(arrays, sizes, item, work.kv_head, work.block * ROWS, ROWS)
+    begin, end = slot_range(arrays, sizes, item, rows)
+    at = row_values(arrays, sizes, item, rows)
+    m = tl.load(row_max + at, mask=rows.present, other=NEGATIVE_INFINITY)
+    s = tl.load(row_sum + at, mask=rows.present, other=0.0)
+    acc = tl.full([ROWS, COLUMNS], 0, tl.float32)
+    for first in range(begin, end, KEYS):
+        keys = keys_at(arrays, sizes, item, first, KEYS)
+        v_rows = key_rows(item, work.kv_head, keys, arrays.v_batch, arrays.v_head, arrays.v_row)
+        used = keys.present & (keys.stored < item.used)
+        values = read_rows(arrays.v, v_rows, used, arrays.v_column, arrays.value_dim, COLUMNS)
+        x = scores_of(arrays, sizes, item, work.kv_head, rows, keys, ROWS, KEYS, CHUNK, DOT)
+        p = probabilities(x, m[:, None], s[:, None])
+        acc = weighted_chain(acc, p, x == NEGATIVE_INFINITY, values, SELECT, DOT)
+    if not SELECT:
+        nan = tl.max(tl.max((acc != acc).to(tl.int32), axis=1), axis=0)
+        tl.store(spoiled + tl.program_id(0), nan)
+    into = item.batch * out_batch + rows.head * out_head + (item.first_query + rows.query) * out_row
+    column = tl.arange(0, COLUMNS)
+    present = rows.present[:, None] & (column < arrays.value_dim)[None, :]
+    _store((out + into)[:, None] + column[None, :], acc + 0.0, present, INTEGER_ROUNDING)

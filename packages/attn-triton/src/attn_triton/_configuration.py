@@ -1,0 +1,50 @@
+"""How a kernel is launched: its configuration as data, and the device that it runs on."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from attn_triton._interpreter import ieee_mode, without_overflow_checks
+from attn_triton._softmax_kernel import INTERPRETED
+
+__all__ = ["Config", "on_device"]
+
+
+@dataclass(frozen=True)
+class Config:
+    """How a kernel is launched. No field moves a bit; they are data, not the result of a search at run time.
+
+    ``rows`` is the number of rows of one program, ``keys`` the number of keys that it holds at a time, ``chunk`` the number of columns that
+    one step of a chain over columns reads; all are powers of two.
+    ``enable_fp_fusion`` stays False: the contract rounds every product.
+    """
+
+    rows: int
+    num_warps: int
+    keys: int = 64
+    chunk: int = 32
+    num_stages: int = 1
+    enable_fp_fusion: bool = False
+
+    @property
+    def options(self) -> dict[str, Any]:
+        """Compiler options."""
+        return {name: value for name, value in asdict(self).items() if name not in ("rows", "keys", "chunk")}
+
+
+@contextmanager
+def on_device(tensor: Tensor) -> Iterator[None]:
+    """Triton launches on the current device, which need not be the tensor's."""
+    with ExitStack() as stack:
+        if tensor.is_cuda:
+            stack.enter_context(torch.cuda.device(tensor.device))
+        if INTERPRETED:
+            stack.enter_context(ieee_mode())
+            stack.enter_context(without_overflow_checks())
+        yield

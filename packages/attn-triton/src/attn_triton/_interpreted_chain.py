@@ -1,0 +1,68 @@
+"""FMA chains in numpy, for kernels that Triton interprets: exact on every version of Triton, with one call for a whole block of a chain."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+from triton import language as tl
+from triton.runtime.interpreter import TensorHandle
+
+__all__ = ["chain", "chain_of_terms", "fma", "round_sum"]
+
+
+def chain(acc: Any, a: Any, b: Any, DOT: Any) -> Any:
+    """``acc[m, n] = FMA(a[m, k], b[k, n], acc[m, n])`` for k ascending; float32 tensors of the interpreter."""
+    return _tensor(acc, _chain(_values(acc), _values(a), _values(b), None))
+
+
+def chain_of_terms(acc: Any, a: Any, b: Any, masked: Any) -> Any:
+    """``chain`` without the terms of masked pairs [M, K], whatever a and b hold there."""
+    return _tensor(acc, _chain(_values(acc), _values(a), _values(b), ~_values(masked).astype(bool)))
+
+
+def fma(a: Any, b: Any, c: Any) -> Any:
+    """``RN(a * b + c)`` elementwise; float32 tensors of one shape, b or c may be a number that float32 holds."""
+    left, right, addend = (
+        _values(value).astype(np.float64) if isinstance(value, tl.core.tensor) else _number(value) for value in (a, b, c)
+    )
+    return _tensor(a, round_sum(left * right, np.broadcast_to(addend, left.shape).astype(np.float64)).astype(np.float32))
+
+
+def _number(value: Any) -> np.ndarray:
+    return np.asarray(getattr(value, "value", value), dtype=np.float64)
+
+
+def _values(tensor: Any) -> np.ndarray:
+    values: np.ndarray = tensor.handle.data
+    return values
+
+
+def _tensor(like: Any, values: np.ndarray) -> Any:
+    return tl.core.tensor(TensorHandle(values, like.dtype), like.type)
+
+
+def _chain(acc: np.ndarray, a: np.ndarray, b: np.ndarray, terms: np.ndarray | None) -> np.ndarray:
+    left, right, total = a.astype(np.float64), b.astype(np.float64), acc.astype(np.float64)
+    # A step of zeros alone, past the end of a row or column, changes at most the sign of a zero.
+    for index in np.flatnonzero(a.any(axis=0) | b.any(axis=1)):
+        following = round_sum(left[:, index, None] * right[index], total)
+        total = following if terms is None else np.where(terms[:, index, None], following, total)
+    return total.astype(np.float32)
+
+
+def round_sum(product: np.ndarray, addend: np.ndarray) -> np.ndarray:
+    """The float32 value nearest to the exact ``product + addend``, in float64; ``product`` is exact, ``addend`` holds float32 values.
+
+    A sum of two float64 rounds twice on its way to float32, which is wrong near ties, unless the first rounding is made one to odd: an
+    inexact sum whose last bit is 0 moves one unit towards its exact value (Boldo and Melquiond, "Emulation of FMA and correctly rounded
+    sums: proved algorithms using rounding to odd", IEEE Trans. Computers 57, 2008).
+    """
+    total = product + addend
+    # TwoSum (Knuth): total + error is exact; error is NaN where total is infinite or NaN.
+    virtual = total - product
+    error = (product - (total - virtual)) + (addend - virtual)
+    bits = total.view(np.int64)
+    move = np.where((error > 0) == (total > 0), 1, -1)
+    inexact_even = (np.abs(error) > 0) & ((bits & 1) == 0)
+    return (bits + move * inexact_even).view(np.float64).astype(np.float32).astype(np.float64)

@@ -1,0 +1,223 @@
+"""An attention call as the kernels take it: pointers with strides, and sizes. Two tuples, since Triton specialises on values of the first.
+
+Every kernel has the parameters ``arrays`` (``Arrays``: alignment and unit strides are compiled in) and ``sizes`` (``Sizes.encoded``: plain
+numbers that no compilation depends on).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+from attn_spec.torch import AttentionInputs
+from torch import Tensor
+
+from attn_triton._key_index import key_index
+
+__all__ = ["MAX_HEAD_DIM", "MAX_KEYS", "Arrays", "Grid", "Problem", "Sizes", "attention_problem", "key_grid", "result_strides", "row_grid"]
+
+MAX_HEAD_DIM = 256
+"""Largest head dim of q, k and v that the kernels hold."""
+
+MAX_KEYS = 2**31 - 1025
+"""Slots, and the tile after the last one, are counted in 32 bits."""
+
+_UNBOUNDED = 2**40
+_VECTORS = ("kv_lengths", "q_start", "k_start", "cu_seqlens_q", "cu_seqlens_k", "seqlens_q", "seqlens_k", "sinks")
+
+
+class Arrays(NamedTuple):
+    """Tensors and their strides in elements: batch (0 when packed), head, row, column. ``None`` is an array that the call does not have.
+
+    ``query_mask`` [B, S] uint8; ``key_index`` [B, T] and ``key_counts`` [B], int32: the stored position of each logical key and their
+    number; ``kv_lengths``, ``q_start``, ``k_start`` [B] and the packed offsets and lengths: int64; ``sinks`` [H], ``bias``: float32, with
+    stride 0 on the axes that it broadcasts.
+    """
+
+    q: Tensor
+    q_batch: int
+    q_head: int
+    q_row: int
+    q_column: int
+    k: Tensor
+    k_batch: int
+    k_head: int
+    k_row: int
+    k_column: int
+    v: Tensor
+    v_batch: int
+    v_head: int
+    v_row: int
+    v_column: int
+    head_dim: int
+    value_dim: int
+    query_mask: Tensor | None
+    key_index: Tensor | None
+    key_counts: Tensor | None
+    kv_lengths: Tensor | None
+    q_start: Tensor | None
+    k_start: Tensor | None
+    cu_seqlens_q: Tensor | None
+    cu_seqlens_k: Tensor | None
+    seqlens_q: Tensor | None
+    seqlens_k: Tensor | None
+    sinks: Tensor | None
+    bias: Tensor | None
+    bias_batch: int
+    bias_head: int
+    bias_query: int
+    bias_key: int
+
+
+class Sizes(NamedTuple):
+    """Numbers of one call. ``batch`` counts batch items or packed segments; packed ``queries`` and ``keys`` are totals.
+
+    A pair is in the window iff ``-left <= k_start + j - (q_start + i) <= right``; causality is ``right = 0``, no bound a large number.
+    """
+
+    batch: int
+    kv_heads: int
+    group: int
+    queries: int
+    keys: int
+    left: int
+    right: int
+    scale: float
+
+    @property
+    def encoded(self) -> Sizes:
+        """For kernels, n as 2 n + 3: Triton compiles anew for members of a tuple that are 1 or multiples of 16; none of these is."""
+        numbers: dict[str, Any] = {name: 2 * int(number) + 3 for name, number in self._asdict().items() if name != "scale"}
+        return Sizes(**numbers, scale=self.scale)
+
+
+@dataclass(frozen=True)
+class Problem:
+    """The two tuples of one call."""
+
+    arrays: Arrays
+    sizes: Sizes
+
+
+@dataclass(frozen=True)
+class Grid:
+    """Where blocks of rows, or of keys, lie in a one-dimensional grid: ``plan`` [segments + 1] when packed, else ``per_item`` blocks."""
+
+    plan: Tensor | None
+    per_item: int
+    programs: int
+
+
+def attention_problem(inputs: AttentionInputs, *, columns_first: bool = False) -> Problem:
+    """Normalised arguments of one call. q, k, v and bias keep their strides, and nothing of them is copied unless ``columns_first``.
+
+    With ``columns_first`` q and k are copies in which rows lie side by side. ``tl.dot`` keeps the order of memory in shared memory, where
+    only this one reads without bank conflicts.
+    """
+    q, k, v, bias = inputs.q, inputs.k, inputs.v, inputs.bias
+    if columns_first:
+        q, k = (_columns_first(tensor, inputs.packed) for tensor in (q, k))
+    if inputs.packed:
+        assert inputs.cu_seqlens_q is not None
+        (queries, heads, head_dim), (keys, kv_heads) = q.shape, k.shape[:2]
+        batch = inputs.cu_seqlens_q.numel() - 1
+    else:
+        (batch, heads, queries, head_dim), (kv_heads, keys) = q.shape, k.shape[1:3]
+    if keys > MAX_KEYS:
+        raise ValueError(f"attention: at most {MAX_KEYS} keys are supported; got {keys}")
+    logical = None if inputs.key_mask is None or inputs.key_mask.shape[1] == 0 else key_index(inputs.key_mask)
+    right = _UNBOUNDED if inputs.window_right < 0 else inputs.window_right
+    members: dict[str, Any] = {
+        **_operand("q", q, inputs.packed),
+        **_operand("k", k, inputs.packed),
+        **_operand("v", v, inputs.packed),
+        "query_mask": None if inputs.query_mask is None else inputs.query_mask.to(torch.uint8).contiguous(),
+        "key_index": None if logical is None else logical.index,
+        "key_counts": None if logical is None else logical.counts,
+        **{name: _contiguous(getattr(inputs, name)) for name in _VECTORS},
+        **dict(zip(("bias_batch", "bias_head", "bias_query", "bias_key"), _broadcast_strides(bias), strict=True)),
+    }
+    arrays = Arrays(**members, head_dim=head_dim, value_dim=v.shape[-1], bias=bias)
+    sizes = Sizes(
+        batch,
+        kv_heads,
+        heads // kv_heads,
+        queries,
+        keys,
+        _UNBOUNDED if inputs.window_left < 0 else inputs.window_left,
+        min(right, 0) if inputs.causal else right,
+        inputs.scale,
+    )
+    return Problem(arrays, sizes)
+
+
+def _columns_first(tensor: Tensor, packed: bool) -> Tensor:
+    """The same values and shape in memory of the order batch, head, column, row."""
+    axes = (1, 2, 0) if packed else (0, 1, 3, 2)
+    stored = tensor.permute(axes).contiguous()
+    return stored.permute((2, 0, 1) if packed else axes)
+
+
+def _operand(name: str, tensor: Tensor, packed: bool) -> dict[str, Any]:
+    parts = ("", "_batch", "_head", "_row", "_column")
+    return dict(zip((name + part for part in parts), (tensor, *_strides(tensor, packed)), strict=True))
+
+
+def _contiguous(tensor: Tensor | None) -> Tensor | None:
+    return None if tensor is None else tensor.contiguous()
+
+
+def _strides(tensor: Tensor, packed: bool) -> tuple[int, int, int, int]:
+    """Strides of the axes batch, head, row and column: packed [total, H, D], dense [B, H, S, D]."""
+    if packed:
+        row, head, column = tensor.stride()
+        return 0, head, row, column
+    batch, head, row, column = tensor.stride()
+    return batch, head, row, column
+
+
+def _broadcast_strides(bias: Tensor | None) -> tuple[int, ...]:
+    if bias is None:
+        return (0, 0, 0, 0)
+    return tuple(0 if size == 1 else stride for size, stride in zip(bias.shape, bias.stride(), strict=True))
+
+
+def result_strides(tensor: Tensor, packed: bool) -> tuple[int, int, int]:
+    """Strides of batch, head and row of a fresh contiguous result that is laid out like q or k."""
+    batch, head, row, _ = _strides(tensor, packed)
+    return batch, head, row
+
+
+def row_grid(inputs: AttentionInputs, sizes: Sizes, size: int) -> Grid:
+    """Blocks of ``size`` rows of each kv head's group."""
+    return _grid(inputs.cu_seqlens_q, inputs.seqlens_q, sizes.queries, sizes.group, sizes, size)
+
+
+def key_grid(inputs: AttentionInputs, sizes: Sizes, size: int) -> Grid:
+    """Blocks of ``size`` keys of each kv head."""
+    return _grid(inputs.cu_seqlens_k, inputs.seqlens_k, sizes.keys, 1, sizes, size)
+
+
+def _grid(offsets: Tensor | None, used: Tensor | None, total: int, repeats: int, sizes: Sizes, size: int) -> Grid:
+    if offsets is None:
+        per_item = -(-total * repeats // size)
+        return Grid(None, per_item, per_item * sizes.batch * sizes.kv_heads)
+    if sizes.batch == 0:
+        return Grid(None, 0, 0)
+    # Every segment may end with a partial block; how many do is known on the device alone, and programs without a block leave at once.
+    most = (total * repeats // size + sizes.batch) * sizes.kv_heads
+    return Grid(_block_plan(offsets, used, total, repeats, size), 0, most)
+
+
+def _block_plan(offsets: Tensor, used: Tensor | None, total: int, repeats: int, size: int) -> Tensor:
+    """int64 [segments + 1]: how many blocks lie before each packed segment, whose rows are repeated ``repeats`` times.
+
+    Built on the device without a synchronisation; offsets and lengths are clamped into the array, as the kernels do.
+    """
+    bounds = offsets.clamp(0, total)
+    lengths = (bounds[1:] - bounds[:-1]).clamp(min=0)
+    if used is not None:
+        lengths = torch.minimum(used.clamp(min=0), lengths)
+    blocks = (lengths * repeats + (size - 1)).div(size, rounding_mode="floor")
+    return torch.cat((blocks.new_zeros(1), torch.cumsum(blocks, dim=0)))

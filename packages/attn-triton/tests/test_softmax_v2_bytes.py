@@ -1,0 +1,87 @@
+"""joint_attn_softmax of ordered-v2, forward and backward: the bytes of the PyTorch definition."""
+
+import numpy as np
+import pytest
+import torch
+from attn_reference import pytorch
+from attn_spec.testing.asserts import assert_bytes
+from attn_spec.torch import to_numpy
+from attn_triton import joint_attn_softmax
+from attn_triton._softmax_v2_kernel import TILE
+
+DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+INF = float("inf")
+
+
+def both(scores, upstream, mask=None, function=joint_attn_softmax, contract="ordered-v2"):
+    """P and dscores as numpy arrays."""
+    scores = scores.detach().requires_grad_()
+    probs = function(scores, key_padding_mask=mask, contract=contract)
+    (gradient,) = torch.autograd.grad(probs, scores, upstream)
+    return to_numpy(probs), to_numpy(gradient)
+
+
+def check(device, scores, upstream, mask=None):
+    """Compare with the definition, which runs on the CPU; returns P and dscores."""
+    expected = both(scores, upstream, mask, pytorch.joint_attn_softmax)
+    found = both(scores.to(device), upstream.to(device), None if mask is None else mask.to(device))
+    for name, candidate, law in zip(("probs", "dscores"), found, expected, strict=True):
+        assert_bytes(candidate, law, name)
+    return found
+
+
+def normal(*shape, seed=0, scale=3.0, dtype=torch.float32):
+    generator = torch.Generator().manual_seed(seed)
+    return (scale * torch.randn(shape, generator=generator)).to(dtype), torch.randn(shape, generator=generator).to(dtype)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("keys", (1, 31, 1023, 1024, 1025, 2100))
+def test_lengths(device, keys, dtype):
+    check(device, *normal(1, 3, keys, seed=keys, dtype=dtype))
+
+
+@pytest.mark.parametrize("scale", (1e-40, 30.0, 1e30))
+def test_spreads(device, scale):
+    check(device, *normal(2, 1100, scale=scale))
+
+
+@pytest.mark.parametrize("keys", (40, 1300))
+def test_padding(device, keys):
+    scores, upstream = normal(4, 2, keys, seed=keys, dtype=torch.bfloat16)
+    mask = torch.rand(4, keys, generator=torch.Generator().manual_seed(1)) < 0.6
+    mask[1], mask[2] = False, True
+    dropped = ~mask[:, None, :].expand(scores.shape)
+    scores[dropped], upstream[dropped] = float("nan"), INF
+    probs, gradient = check(device, scores, upstream, mask)
+    for result in (probs, gradient):
+        assert_bytes(result[1], np.zeros_like(result[1]), "all keys dropped")
+
+
+def test_infinities_and_nan(device):
+    keys = 2100
+    scores, upstream = normal(1, 9, keys)
+    rows = scores[0]
+    rows[0, :1500] = -INF
+    rows[1, 1000:] = -INF
+    rows[2] = -INF
+    rows[3, ::3] = -INF
+    rows[4, 5], rows[4, 2000] = -INF, float("nan")
+    rows[5, 5], rows[5, 0] = -INF, INF
+    rows[6] = -1e30
+    rows[7, ::2], rows[7, 1::2] = -3e38, -INF
+    rows[8] = -torch.linspace(0, 110, keys)
+    upstream[scores == -INF] = float("nan")
+    probs, gradient = check(device, scores, upstream)
+    masked = (scores == -INF).numpy()
+    for result in (probs, gradient):
+        assert not result[masked].view(np.int32).any()
+    assert np.isnan(probs[0, [4, 5]][~masked[0, [4, 5]]]).all() and not np.isnan(probs[0, [0, 1, 2, 3, 6, 7, 8]]).any()
+
+
+def test_another_contract_gives_other_bits(device):
+    """Control: the comparisons above see the tile and the exp."""
+    scores, upstream = normal(1, 3 * TILE.value)
+    second, first = (both(scores.to(device), upstream.to(device), contract=contract)[0] for contract in ("ordered-v2", "ordered-v1"))
+    assert (second.view(np.int32) != first.view(np.int32)).any()
+    assert np.allclose(second, first, rtol=4e-6, atol=0)
