@@ -28,7 +28,7 @@ nox.options.sessions = ["lint", "types", "tests"]
 NAMES = ["attn-spec", "attn-reference", "attn-triton", "attn-cuda", "attn-jax-rocm-sink"]
 FOLDERS = {**{name: f"packages/{name}" for name in NAMES}, "attn-shared-tests": "shared_tests"}
 TEST_TOOLS = ["pytest", "pytest-xdist", "hypothesis", "safetensors", "pybind11", "cmake", "ninja"]
-TEST_PATHS = ["-n", "2", "ci/tests", "packages", "--pyargs", "attn_shared_tests"]
+TEST_PATHS = ["-n", "2", "--attn-sample", "8", "ci/tests", "packages", "--pyargs", "attn_shared_tests"]
 TESTED, CPU, OLDEST, BUILD = (f"ci/constraints{part}.txt" for part in ("", "-cpu", "-oldest", "-build"))
 NATIVE = ("*.h", "*.cuh", "*.cpp", "*.cc", "*.cu", "*.hip")
 CLANG = "clang++-22"
@@ -152,7 +152,7 @@ def cross_backend(session: nox.Session) -> None:
 
 @nox.session
 def tests(session: nox.Session) -> None:
-    """Build and install every package, then run the tests of all of them and the shared suite."""
+    """Build and install every package, then run the tests of all of them and the shared suite, of which slow engines run a sample."""
     install_everything(session)
     session.run("pytest", *(session.posargs or TEST_PATHS), env=interpreter())
 

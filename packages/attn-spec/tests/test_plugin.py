@@ -122,3 +122,16 @@ def test_a_fixture_of_the_same_name_elsewhere_is_left_alone(suite: pytest.Pytest
         test_one="import pytest\n\n@pytest.fixture\ndef backend():\n    return 3\n\ndef test_mine(backend):\n    assert backend == 3\n"
     )
     run(suite).assert_outcomes(passed=1)
+
+
+def test_a_slow_engine_runs_a_sample(suite: pytest.Pytester) -> None:
+    """The first case of each test, then every Nth; an engine that runs whole layers is not slow and runs all."""
+    suite.makepyfile(
+        test_one="import pytest\n\n@pytest.mark.parametrize('case', range(5))\ndef test_many(backend, case):\n    pass\n\n"
+        "def test_single(backend):\n    pass\n"
+    )
+    run(suite, "--attn-backend", "good:plain", "--attn-sample", "2").assert_outcomes(passed=6)
+    slow = (suite.path / "doubles.py").read_text() + "\n\nDouble.runs_layers = lambda self, device, engine=None: False\n"
+    suite.makepyfile(doubles=slow)
+    run(suite, "--attn-backend", "good:plain", "--attn-sample", "2").assert_outcomes(passed=4, deselected=2)
+    run(suite, "--attn-backend", "good:plain").assert_outcomes(passed=6)

@@ -5,6 +5,7 @@ Backends are imported only when a collected test asks for ``backend``.
 
 from __future__ import annotations
 
+from collections import Counter
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
@@ -56,11 +57,21 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         metavar="DEVICE",
         help="device to test on (cpu, cuda, rocm); repeatable; default: every device that an engine supports",
     )
+    group.addoption(
+        "--attn-sample",
+        type=int,
+        default=1,
+        metavar="N",
+        help="on engines that are too slow for whole layers (interpreters, the definition) run of every test the first of its cases and "
+        "then every Nth; default: 1, all",
+    )
 
 
 def pytest_configure(config: pytest.Config) -> None:
     config.addinivalue_line("markers", "attn_framework(name): run on the engines of one framework (torch, jax) alone")
     config.addinivalue_line("markers", "attn_device(name, ...): run on engines on these devices (cpu, cuda, rocm) alone")
+    if config.getoption("--attn-sample") < 1:
+        raise pytest.UsageError(f"--attn-sample {config.getoption('--attn-sample')}: must be at least 1")
     for name in config.getoption("--attn-backend"):
         if parse(name)[0] not in installed():
             raise pytest.UsageError(f"--attn-backend {name}: not installed; installed backends: {', '.join(installed()) or 'none'}")
@@ -90,11 +101,30 @@ def _ours(metafunc: pytest.Metafunc) -> bool:
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """A test of one framework or device is not one for the engines of another."""
-    foreign = [item for item in items if _foreign(item)]
-    if foreign:
-        config.hook.pytest_deselected(items=foreign)
-        items[:] = [item for item in items if item not in set(foreign)]
+    """A test of one framework or device is not one for the engines of another; slow engines run a sample, if one is asked for."""
+    left_out = {item for item in items if _foreign(item)}
+    left_out |= _beyond_the_sample([item for item in items if item not in left_out], config)
+    if left_out:
+        config.hook.pytest_deselected(items=list(left_out))
+        items[:] = [item for item in items if item not in left_out]
+
+
+def _beyond_the_sample(items: list[pytest.Item], config: pytest.Config) -> set[pytest.Item]:
+    every = config.getoption("--attn-sample")
+    if every == 1:
+        return set()
+    seen: Counter[tuple[str, str]] = Counter()
+    beyond = set()
+    for item in items:
+        call = getattr(item, "callspec", None)
+        runner = None if call is None or "backend" not in call.params else _targets(config).runners.get(str(call.params["backend"]))
+        if runner is None or runner.backend.runs_layers(runner.device, runner.engine):
+            continue
+        test = (runner.name, item.nodeid.partition("[")[0])
+        if seen[test] % every:
+            beyond.add(item)
+        seen[test] += 1
+    return beyond
 
 
 def _foreign(item: pytest.Item) -> bool:
