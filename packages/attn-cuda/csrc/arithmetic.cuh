@@ -39,9 +39,10 @@ struct Exponential {
   float shifted;
 };
 
-// - With y = RN(x * C1), RN(y + 1/2) has the floor of y + 1/2: it is exact below -1/2 and stays in [0, 1/2] above. That floor is y rounded to
-//   the nearest integer, halves upwards. y * (1 - 2^-24) moves a half upwards and is never one itself, and it moves no other y past a half, as
-//   |y| * 2^-24 is less than the spacing of floats there. So one FMA onto 1.5 * 2^23 + an integer rounds it.
+// - With y = RN(x * C1), RN(y + 1/2) has the floor of y + 1/2: it is exact below -1/2 and stays in [0, 1/2] above. That floor is y rounded
+// to
+//   the nearest integer, halves upwards. y * (1 - 2^-24) moves a half upwards and is never one itself, and it moves no other y past a half,
+//   as |y| * 2^-24 is less than the spacing of floats there. So one FMA onto 1.5 * 2^23 + an integer rounds it.
 // - n * C2 is exact (15 and 8 significant bits), so one FMA equals the product and the subtraction.
 __device__ __forceinline__ Exponential exponential(float x, float shift) {
   const float shifted = exact_fma(mul(x, bits_to_float(0x3FB8AA3Bu)), bits_to_float(0x3F7FFFFFu), shift);

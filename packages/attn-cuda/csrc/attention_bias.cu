@@ -48,8 +48,7 @@ struct Square {
 #pragma unroll
       for (int i = 0; i < kPer; ++i)
 #pragma unroll
-        for (int j = 0; j < kPer; ++j)
-          pair[i][j] = exact_fma(left[8 * i * kPitch + column], right[4 * j * kPitch + column], pair[i][j]);
+        for (int j = 0; j < kPer; ++j) pair[i][j] = exact_fma(left[8 * i * kPitch + column], right[4 * j * kPitch + column], pair[i][j]);
   }
 
   // Chains of q and k to P, kMaskedBits where masked. `first` is the slot of the first key; `kept(slot)` leaves out what the ranges do not.
@@ -77,8 +76,8 @@ struct Square {
     for (int i = 0; i < kPer; ++i)
 #pragma unroll
       for (int j = 0; j < kPer; ++j)
-        pair[i][j] = is_masked(probs.pair[i][j]) ? masked_value()
-                                                 : attn::score_gradient(probs.pair[i][j], pair[i][j], rows[query() + 4 * j].delta);
+        pair[i][j] =
+            is_masked(probs.pair[i][j]) ? masked_value() : attn::score_gradient(probs.pair[i][j], pair[i][j], rows[query() + 4 * j].delta);
   }
 
   __device__ __forceinline__ void store(float* to) const {
@@ -132,7 +131,7 @@ __device__ __forceinline__ void find_gradients(const BiasArguments& arguments, c
   const auto keys_of = [&](const Array& array, float* to) {
     const int64_t base = key_base(array, item, kv_head);
     load_rows<kThreads, Edge, kWidth>(array, 0, kPitch, to,
-                                          [&](int j) { return key_offset(array, item, base, static_cast<int32_t>(key + j)); });
+                                      [&](int j) { return key_offset(array, item, base, static_cast<int32_t>(key + j)); });
   };
   rows_of(problem.q, shared->queries);
   rows_of(inputs.dout, shared->upstream);

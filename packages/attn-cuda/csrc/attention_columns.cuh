@@ -87,7 +87,7 @@ __device__ __forceinline__ void multiply_step(const float* weights, const float*
 #pragma unroll
         for (int i = 0; i < C::kOwnRows; ++i) {
           const float weight = step == 0 ? p[i].x : step == 1 ? p[i].y : step == 2 ? p[i].z : p[i].w;
-          float(&o)[4] = out.sum[i][vector];
+          float (&o)[4] = out.sum[i][vector];
           if (Select && is_masked(weight)) continue;
           o[0] = exact_fma(weight, v.x, o[0]);
           o[1] = exact_fma(weight, v.y, o[1]);
@@ -101,9 +101,10 @@ __device__ __forceinline__ void multiply_step(const float* weights, const float*
 
 // Rows of the warp to an array with `width` columns. `offset_of(r)` is the element offset of row r or kNoRow.
 template <int Width, typename OffsetOf>
-__device__ __forceinline__ void store_rows(Outputs<Width>& out, void* data, int32_t dtype, int32_t width, bool vectors, OffsetOf offset_of) {
+__device__ __forceinline__ void store_rows(Outputs<Width>& out, void* data, int32_t dtype, int32_t width, bool vectors,
+                                           OffsetOf offset_of) {
   using C = Columns<Width>;
-  out.each([&](float(&o)[4], int i, int vector) {
+  out.each([&](float (&o)[4], int i, int vector) {
     const int64_t offset = offset_of(C::row(i));
     if (offset != kNoRow) store_four(data, dtype, offset + C::column(vector), o, width - C::column(vector), vectors);
   });

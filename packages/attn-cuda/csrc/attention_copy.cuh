@@ -22,8 +22,8 @@ __device__ __forceinline__ void wait_for_copy_group() {
   asm volatile("cp.async.wait_group %0;" ::"n"(Later) : "memory");
 }
 
-// Pieces of Rows rows and Columns columns of an array with `vectors`. `raw` has room for them in the array's dtype. Addresses cost registers:
-// Unroll of them are found at a time.
+// Pieces of Rows rows and Columns columns of an array with `vectors`. `raw` has room for them in the array's dtype. Addresses cost
+// registers: Unroll of them are found at a time.
 template <int Threads, int Rows, int Columns, int Unroll = 1>
 struct RowCopy {
   static constexpr int kPieces = Columns / 8;
@@ -56,7 +56,7 @@ struct RowCopy {
 
   template <typename T>
   static __device__ __forceinline__ void finish_as(int thread, const char* raw, float* to, int pitch) {
-#pragma unroll (Unroll < 2 ? 2 : Unroll)
+#pragma unroll(Unroll < 2 ? 2 : Unroll)
     for (int i = 0; i < kEach; ++i) {
       const int piece = i * Threads + thread;
       const auto* from = reinterpret_cast<const uint4*>(raw + static_cast<size_t>(piece) * (8 * sizeof(T)));

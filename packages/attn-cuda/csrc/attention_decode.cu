@@ -1,6 +1,6 @@
-// Attention forward for few rows and many keys. Tiles are spread over the device: scores and states of all tiles, the states merged in order,
-// scores to P, and the chains of out, spread over rows and columns. The workspace holds the scores of a wave of tiles; where the keys are
-// more, a wave follows the other. The bits are those of the other way.
+// Attention forward for few rows and many keys. Tiles are spread over the device: scores and states of all tiles, the states merged in
+// order, scores to P, and the chains of out, spread over rows and columns. The workspace holds the scores of a wave of tiles; where the
+// keys are more, a wave follows the other. The bits are those of the other way.
 #include "attention_forward.cuh"
 
 namespace attn_cuda {
@@ -118,8 +118,8 @@ __global__ void __launch_bounds__(kThreads, 2) narrow_tile_kernel(const __grid_c
     if (r < kWarpRows) {
       const int column = static_cast<int>(threadIdx.x) % pieces * 8;
       const Row from = block.rows[r];
-      const Widened eight = widened(load_eight(problem.q, from.head < 0 ? kNoRow : query_offset(problem.q, work.item, from), column),
-                                    problem.q.dtype);
+      const Widened eight =
+          widened(load_eight(problem.q, from.head < 0 ? kNoRow : query_offset(problem.q, work.item, from), column), problem.q.dtype);
       auto* to = reinterpret_cast<float4*>(queries + (column / kChunkColumns * kWarpRows + r) * kChunkColumns + column % kChunkColumns);
       to[0] = eight.low;
       to[1] = eight.high;
@@ -279,8 +279,7 @@ __global__ void __launch_bounds__(kThreads + kLoaders) values_kernel(const __gri
   // A step to where the chains read it, and a later one on its way.
   const auto advance = [&](int step) {
     wait_for_copy_group<kRawStages - 2>();
-    if (step < steps)
-      ValueCopy::finish(loader, problem.v.dtype, raw + step % kRawStages * raw_bytes, shared->values[step % 2], kLanes);
+    if (step < steps) ValueCopy::finish(loader, problem.v.dtype, raw + step % kRawStages * raw_bytes, shared->values[step % 2], kLanes);
     start(step + kRawStages - 1);
   };
   const float before = arguments.begins || !stores ? 0.0f : arguments.sums[index * problem.value_dim + column];
@@ -318,7 +317,8 @@ __global__ void __launch_bounds__(kThreads + kLoaders) values_kernel(const __gri
 }
 
 size_t tile_bytes(int columns, int32_t dtype, int64_t rows) {
-  return (rows == kWarpRows ? kNarrowStages : 1) * KeyTile::raw_bytes(dtype) + sizeof(float) * (KeyTile::kFloats + static_cast<size_t>(rows) * padded_columns(columns));
+  return (rows == kWarpRows ? kNarrowStages : 1) * KeyTile::raw_bytes(dtype) +
+         sizeof(float) * (KeyTile::kFloats + static_cast<size_t>(rows) * padded_columns(columns));
 }
 
 int64_t total_rows(const attn_cuda_attention& problem) { return problem.batch * problem.heads * problem.queries; }
@@ -344,7 +344,9 @@ int launch_tiles(SplitArguments arguments, int64_t block_rows, int64_t tiles, vo
 Split choose_split(const Limits& limits, const attn_cuda_attention& problem) {
   constexpr int64_t kWideRows = kBlockWarps * kWarpRows;
   if (problem.cu_seqlens_q != nullptr || problem.keys < kManyKeys || total_rows(problem) == 0) return Split{0, 0, 0};
-  if (!fits(limits, values_bytes(problem.v.dtype)) || !fits(limits, tile_bytes(static_cast<int>(problem.head_dim), problem.k.dtype, kWarpRows))) return Split{0, 0, 0};
+  if (!fits(limits, values_bytes(problem.v.dtype)) ||
+      !fits(limits, tile_bytes(static_cast<int>(problem.head_dim), problem.k.dtype, kWarpRows)))
+    return Split{0, 0, 0};
   const int64_t rows = problem.queries * (problem.heads / problem.kv_heads);
   const int64_t blocks = (rows + kWideRows - 1) / kWideRows * problem.batch * problem.kv_heads;
   if (rows > kFewRows && blocks >= limits.processors) return Split{0, 0, 0};

@@ -79,7 +79,8 @@ __device__ __forceinline__ void sum_tiles(const Attention& problem, const Work& 
                                           int32_t begin, int32_t end, float* held, bool select, Outputs<Width>& out) {
   using C = Columns<Width>;
   const auto start = [&](int32_t slot) {
-    ValueCopy<Width, Warps>::start(problem.v, 0, memory.raw, [&](int i) { return key_offset(problem.v, work.item, work.v_base, slot + i); });
+    ValueCopy<Width, Warps>::start(problem.v, 0, memory.raw,
+                                   [&](int i) { return key_offset(problem.v, work.item, work.v_base, slot + i); });
   };
   int32_t slot = max(begin, block.any.begin / C::kKeys * C::kKeys);
   if (slot < end) start(slot);
@@ -130,7 +131,7 @@ __device__ __forceinline__ void finish_states(const ForwardArguments& arguments,
 
 template <int Width, int Warps>
 __device__ __forceinline__ void attend_rows(const ForwardArguments& arguments, const Work& work, const BlockRows<Warps>& block,
-                                             const Memory& memory, float* held) {
+                                            const Memory& memory, float* held) {
   const Attention& problem = arguments.problem;
   const int32_t first = block.first_tile(), end = block.any.end;
   float* parked = held + (static_cast<int64_t>(arguments.held_tiles) * Warps + warp_id()) * kWarpTile;

@@ -1,5 +1,6 @@
-// dk and dv: a block owns 64, 32 or 16 keys, and the query rows that may see them stream by in ascending order, a wave at a time: P and dS of
-// the wave to the workspace, with the keys in the place that query rows have in the forward, then the chains of dv and of dk over the wave.
+// dk and dv: a block owns 64, 32 or 16 keys, and the query rows that may see them stream by in ascending order, a wave at a time: P and dS
+// of the wave to the workspace, with the keys in the place that query rows have in the forward, then the chains of dv and of dk over the
+// wave.
 #include "attention_backward.cuh"
 #include "attention_columns.cuh"
 
@@ -101,8 +102,8 @@ __device__ __forceinline__ void find_rows(const KeySumArguments& arguments, cons
     if (first + at < stream.rows) {
       const BackwardInputs& inputs = arguments.inputs;
       const auto in_group = static_cast<int32_t>((first + at) / stream.count);
-      found.row = Row{stream.head + in_group,
-                      stream.first + static_cast<int32_t>(first + at - static_cast<int64_t>(in_group) * stream.count)};
+      found.row =
+          Row{stream.head + in_group, stream.first + static_cast<int32_t>(first + at - static_cast<int64_t>(in_group) * stream.count)};
       found.range = range_of(inputs.problem, item, found.row.query);
       if (found.range.begin < found.range.end) {
         const int64_t index = row_index(inputs.problem, item, found.row);
@@ -152,7 +153,8 @@ __device__ __forceinline__ void finish_key_scores(const Attention& problem, cons
   }
 }
 
-// P and, for dk, dS of the warp's keys at the rows of a wave, to the workspace. Bit i of the result: the warp has pairs at step i of the sums.
+// P and, for dk, dS of the warp's keys at the rows of a wave, to the workspace. Bit i of the result: the warp has pairs at step i of the
+// sums.
 template <int Width, int Warps>
 __device__ __forceinline__ uint32_t find_wave(const KeySumArguments& arguments, const Work& work, const Stream& stream, int64_t wave,
                                               int32_t slot, const Memory<Width, Warps>& memory, float* held) {
@@ -204,8 +206,7 @@ __device__ __forceinline__ uint32_t find_wave(const KeySumArguments& arguments, 
       for (int j = 0; j < kChunkSlots; ++j) constants[j] = rows[j * kLanes + lane_id()].constants;
       probabilities_of(x, [&](int, int j) { return constants[j]; });
     }
-    staged.multiply(
-        memory.values, inputs.dout, active, groups, ds, [&](int column) { start(inputs.dout, chunk, column); }, start_next);
+    staged.multiply(memory.values, inputs.dout, active, groups, ds, [&](int column) { start(inputs.dout, chunk, column); }, start_next);
     if (!active) continue;
     steps |= ((1u << (groups.end + C::kStepSlots - 1) / C::kStepSlots) - (1u << groups.begin / C::kStepSlots))
              << chunk * (kChunkRows / C::kKeys);
@@ -213,8 +214,7 @@ __device__ __forceinline__ uint32_t find_wave(const KeySumArguments& arguments, 
     for (int j = 0; j < kChunkSlots; ++j) {
       const float delta = rows[j * kLanes + lane_id()].delta;
 #pragma unroll
-      for (int r = 0; r < kWarpRows; ++r)
-        ds[r][j] = is_masked(x[r][j]) ? masked_value() : attn::score_gradient(x[r][j], ds[r][j], delta);
+      for (int r = 0; r < kWarpRows; ++r) ds[r][j] = is_masked(x[r][j]) ? masked_value() : attn::score_gradient(x[r][j], ds[r][j], delta);
     }
 #pragma unroll
     for (int j = 0; j < kChunkSlots; j += C::kStepSlots) {
@@ -335,7 +335,7 @@ __device__ __forceinline__ void gradients_of_keys(const KeySumArguments& argumen
         }
         nan = nan || out.has_nan();
         const float scale = plane == 0 ? 1.0f : problem.scale;
-        out.each([&](float(&o)[4], int, int) {
+        out.each([&](float (&o)[4], int, int) {
 #pragma unroll
           for (float& value : o) value = mul(value, scale);
         });

@@ -224,8 +224,8 @@ __device__ __forceinline__ bool find_work(const Attention& problem, int64_t id, 
   return true;
 }
 
-// Work number `id` of row blocks with those of the last queries of every head first: under causality they see most keys, and find_work alone
-// would go through one head after the other.
+// Work number `id` of row blocks with those of the last queries of every head first: under causality they see most keys, and find_work
+// alone would go through one head after the other.
 __device__ __forceinline__ int64_t last_queries_first(const Attention& problem, int64_t id, int64_t per_item, const int64_t* plan) {
   if (plan != nullptr || per_item % problem.group != 0) return id;
   const int64_t items = problem.batch * problem.kv_heads, which = id / items, per_head = per_item / problem.group;

@@ -341,7 +341,6 @@ __global__ void __launch_bounds__(kThreads) sink_items_kernel(const __grid_const
   arguments.dsinks[head] = attn::positive_zero(sum);
 }
 
-
 struct Sizes {
   int head_dim, value_dim;
   int32_t dtype;
@@ -375,9 +374,11 @@ RowsInWork query_sum_rows(const Limits& limits, const attn_cuda_attention& probl
 int launch_query_sums(const attn_cuda_attention& problem, const BackwardInputs& inputs, const RowsInWork& rows, const Blocks& blocks,
                       float* held, float* delta, float* dsink, void* dq, void* stream) {
   if (blocks.count == 0) return 0;
-  const QuerySumArguments arguments{
-      inputs, blocks.per_item, blocks.count, blocks.plan, delta, dsink, dq, stores_fours(dq, inputs.problem.q.dtype, inputs.problem.head_dim),
-      held,   static_cast<int32_t>(rows.held_tiles)};
+  const QuerySumArguments arguments{inputs,       blocks.per_item,
+                                    blocks.count, blocks.plan,
+                                    delta,        dsink,
+                                    dq,           stores_fours(dq, inputs.problem.q.dtype, inputs.problem.head_dim),
+                                    held,         static_cast<int32_t>(rows.held_tiles)};
   const Block block{rows.warps * kLanes, 1, true, false, query_sum_bytes(sizes_of(problem), rows.warps)};
   if (rows.warps == 2) return launch(query_sums_kernel<256, 2>, arguments, rows.count, block, stream);
   return with_width(width_of(problem.head_dim, rows.warps), [&](auto width) {

@@ -30,7 +30,8 @@ struct Groups {
 
 // acc[r][j] goes on over the 32 columns of one chunk. `rows` are the warp's rows of that chunk, `stage` the keys.
 template <bool All, int Slots>
-__device__ __forceinline__ void multiply_chunk(const float* rows, const float* stage, const Groups& groups, float (&acc)[kWarpRows][Slots]) {
+__device__ __forceinline__ void multiply_chunk(const float* rows, const float* stage, const Groups& groups,
+                                               float (&acc)[kWarpRows][Slots]) {
   const float* own = stage + lane_id() * kChunkPitch;
 #pragma unroll 2
   for (int column = 0; column < kChunkColumns; column += 4) {
@@ -58,7 +59,8 @@ template <int Warps, typename OffsetOf>
 __device__ __forceinline__ void load_own_rows(const Array& array, float* tile, OffsetOf offset_of) {
 #pragma unroll 1
   for (int column = 0; column < array.columns; column += kChunkColumns)
-    load_rows<Warps * kLanes, Warps * kWarpRows, kChunkColumns>(array, column, kChunkColumns, tile + column * (Warps * kWarpRows), offset_of);
+    load_rows<Warps * kLanes, Warps * kWarpRows, kChunkColumns>(array, column, kChunkColumns, tile + column * (Warps * kWarpRows),
+                                                                offset_of);
 }
 
 template <int Warps>

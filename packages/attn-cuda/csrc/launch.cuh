@@ -40,8 +40,8 @@ struct Block {
   size_t shared_bytes;
 };
 
-// Warps, at most `most_warps`, of a block that takes a row of `tiles` tiles: as many tiles at work on an SM as registers and shared memory allow
-// when `blocks` blocks could use it. Warps that would idle in the last round do not count; fewer warps win, for their shorter waits.
+// Warps, at most `most_warps`, of a block that takes a row of `tiles` tiles: as many tiles at work on an SM as registers and shared memory
+// allow when `blocks` blocks could use it. Warps that would idle in the last round do not count; fewer warps win, for their shorter waits.
 inline int choose_warps(int most_warps, int64_t tiles, int64_t blocks, int64_t block_bytes, int64_t shared_bytes) {
   int chosen = 4;
   double most = 0;
@@ -57,7 +57,8 @@ inline int choose_warps(int most_warps, int64_t tiles, int64_t blocks, int64_t b
   return chosen;
 }
 
-// Block for `rows` rows of `keys` keys with `values_per_key` binary32 values staged and `state_bytes` for each tile. The choice moves no bit.
+// Block for `rows` rows of `keys` keys with `values_per_key` binary32 values staged and `state_bytes` for each tile. The choice moves no
+// bit.
 inline cudaError_t choose_block(int device, int most_threads, int64_t rows, int64_t keys, int values_per_key, int state_bytes,
                                 Block* block) {
   int limit = 0, total = 0, processors = 0;
@@ -70,7 +71,8 @@ inline cudaError_t choose_block(int device, int most_threads, int64_t rows, int6
   const int64_t states = (tiles < kChunk ? tiles : kChunk) * state_bytes;
   const int64_t reserved = 64;
   if (tiles <= 4) {
-    *block = Block{kNarrowThreads, kNarrowThreads / kLanes, false, true, static_cast<size_t>(kNarrowThreads / kLanes * (row_bytes + states))};
+    *block =
+        Block{kNarrowThreads, kNarrowThreads / kLanes, false, true, static_cast<size_t>(kNarrowThreads / kLanes * (row_bytes + states))};
     return cudaSuccess;
   }
   // Two blocks an SM at least, so that one loads while the other computes.

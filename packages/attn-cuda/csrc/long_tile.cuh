@@ -113,8 +113,8 @@ __device__ __forceinline__ void store_long(T* row, const Keys& keys, LongTile ti
 }
 
 // tree(+) of the contract for the layout `slot<V>`; every lane gets the result. Halves 512, 256 and 128 pair elements of a lane (with V = 1
-// 64 and 32 too), then lanes. With V = 4 a lane pair shares its four remaining residues at halves 64 and 32, so that lane bits 16 and 8 tell the residue, and halves 2
-// and 1 pair lanes again.
+// 64 and 32 too), then lanes. With V = 4 a lane pair shares its four remaining residues at halves 64 and 32, so that lane bits 16 and 8
+// tell the residue, and halves 2 and 1 pair lanes again.
 template <int V>
 __device__ __forceinline__ float long_tree_sum(const LongSlots& values, int lane) {
   float pair[4];

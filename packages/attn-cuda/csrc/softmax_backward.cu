@@ -25,8 +25,8 @@ constexpr int kBackwardWords = sizeof(TileSum) / sizeof(float);
 
 constexpr float kMasked = -1.0f;  // stands for the P of a masked key, which no P equals
 
-// P and dP of one tile and the terms P * dP. Unless it is `narrow` it may hold a masked key, which has P = kMasked and a term of +0; whatever
-// its dP holds is never used.
+// P and dP of one tile and the terms P * dP. Unless it is `narrow` it may hold a masked key, which has P = kMasked and a term of +0;
+// whatever its dP holds is never used.
 template <typename In, int V, bool Masked>
 __device__ __forceinline__ bool load_pair(const In* scores, const void* dprobs, bool dprobs_are_float, const Keys& keys, int base, int lane,
                                           float row_max, Divisor row_sum, RowSlots& p, RowSlots& dp, RowSlots& terms) {
@@ -54,7 +54,8 @@ __device__ __forceinline__ bool load_pair(const In* scores, const void* dprobs, 
 }
 
 template <typename In, int V, bool Masked, bool Wide, bool Staged>
-__global__ void __launch_bounds__(Wide ? kBackwardThreads : kNarrowThreads, Wide ? kWideBlocks : 1) softmax_backward_kernel(const __grid_constant__ BackwardArguments arguments) {
+__global__ void __launch_bounds__(Wide ? kBackwardThreads : kNarrowThreads, Wide ? kWideBlocks : 1)
+    softmax_backward_kernel(const __grid_constant__ BackwardArguments arguments) {
   extern __shared__ float4 storage[];
   const Team<Wide> team;
   const Axes& axes = arguments.axes;
@@ -86,7 +87,8 @@ __global__ void __launch_bounds__(Wide ? kBackwardThreads : kNarrowThreads, Wide
       const int end = min(tiles, begin + kChunk);
       for (int tile = begin + team.warp; tile < end; tile += team.warps) {
         RowSlots p, dp, terms;
-        const bool narrow = load_pair<In, V, Masked>(scores, dprobs, is_float, keys, tile * kRowTile, team.lane, state.max, sum, p, dp, terms);
+        const bool narrow =
+            load_pair<In, V, Masked>(scores, dprobs, is_float, keys, tile * kRowTile, team.lane, state.max, sum, p, dp, terms);
         if constexpr (Staged) {
           stage_tile<V>(staged_p + tile * kRowTile, team.lane, p);
           stage_tile<V>(staged_dp + tile * kRowTile, team.lane, dp);

@@ -80,7 +80,8 @@ __device__ __forceinline__ void normalise(const In* scores, Out* probs, const Sh
 }
 
 template <typename In, int V, bool Masked, bool Wide, bool Staged>
-__global__ void __launch_bounds__(Wide ? kForwardThreads : kNarrowThreads, Wide ? kWideBlocks : 1) softmax_forward_kernel(const __grid_constant__ ForwardArguments arguments) {
+__global__ void __launch_bounds__(Wide ? kForwardThreads : kNarrowThreads, Wide ? kWideBlocks : 1)
+    softmax_forward_kernel(const __grid_constant__ ForwardArguments arguments) {
   extern __shared__ float4 storage[];
   const Team<Wide> team;
   const Axes& axes = arguments.axes;

@@ -63,7 +63,8 @@ __device__ __forceinline__ void store_gradients(In* dscores, const Keys& keys, L
 
 // `Resident`: a team has a warp for every tile.
 template <typename In, int V, bool Masked, bool Wide, bool Resident>
-__global__ void __launch_bounds__(Wide ? kLongBackwardWarps * kLanes : kNarrowThreads, Wide ? kLongBackwardWideBlocks : kLongBackwardNarrowBlocks)
+__global__ void __launch_bounds__(Wide ? kLongBackwardWarps * kLanes : kNarrowThreads,
+                                  Wide ? kLongBackwardWideBlocks : kLongBackwardNarrowBlocks)
     softmax_v2_backward_kernel(const __grid_constant__ BackwardArguments arguments) {
   __shared__ float sums[kLongChunk];
   const Team<Wide> team;

@@ -39,7 +39,9 @@ __device__ __forceinline__ void store_dropped(const ForwardArguments& arguments,
 
 // `Resident`: a team has a warp for every tile.
 template <typename In, int V, bool Masked, bool Wide, bool Resident>
-__global__ void __launch_bounds__(Wide ? kLongWarps<In> * kLanes : kNarrowThreads, !Wide ? kLongNarrowBlocks : Resident ? kLongWideBlocks : 1)
+__global__ void __launch_bounds__(Wide ? kLongWarps<In> * kLanes : kNarrowThreads, !Wide      ? kLongNarrowBlocks
+                                                                                   : Resident ? kLongWideBlocks
+                                                                                              : 1)
     softmax_v2_forward_kernel(const __grid_constant__ ForwardArguments arguments) {
   __shared__ attn::RowState states[kLongChunk];
   __shared__ float factors[kLongChunk];

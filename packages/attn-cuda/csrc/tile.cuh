@@ -53,8 +53,8 @@ __device__ __forceinline__ float tree_sum(const float (&values)[N], int lane) {
   return sum;
 }
 
-// Maximum over the warp, NaN if any lane has one. The order is free: a maximum does not round. Integers ordered as floats let one instruction
-// reduce the warp; `maximum` has made every NaN the positive canonical one, which orders above infinity.
+// Maximum over the warp, NaN if any lane has one. The order is free: a maximum does not round. Integers ordered as floats let one
+// instruction reduce the warp; `maximum` has made every NaN the positive canonical one, which orders above infinity.
 __device__ __forceinline__ float warp_max(float largest) {
   const int bits = static_cast<int>(float_to_bits(largest));
   const int ordered = bits ^ ((bits >> 31) & 0x7FFFFFFF);

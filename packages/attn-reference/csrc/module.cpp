@@ -1,4 +1,5 @@
-// attn_reference._host: the host kernels of ordered-v1 and ordered-v2 over raw addresses and element strides. The GIL is released while they run.
+// attn_reference._host: the host kernels of ordered-v1 and ordered-v2 over raw addresses and element strides. The GIL is released while
+// they run.
 #include <pybind11/pybind11.h>
 #include <pybind11/stl.h>
 

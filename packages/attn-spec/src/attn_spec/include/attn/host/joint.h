@@ -1,4 +1,5 @@
-// Interface of the host (CPU) kernels of the joint operators of ordered-v1 and ordered-v2: the softmax rows and the three products behind qk and av.
+// Interface of the host (CPU) kernels of the joint operators of ordered-v1 and ordered-v2: the softmax rows and the three products behind
+// qk and av.
 #pragma once
 
 #include "attn/host/arrays.h"
