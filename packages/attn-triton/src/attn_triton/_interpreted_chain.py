@@ -43,12 +43,18 @@ def _tensor(like: Any, values: np.ndarray) -> Any:
 
 
 def _chain(acc: np.ndarray, a: np.ndarray, b: np.ndarray, terms: np.ndarray | None) -> np.ndarray:
-    left, right, total = a.astype(np.float64), b.astype(np.float64), acc.astype(np.float64)
-    # A step of zeros alone, past the end of a row or column, changes at most the sign of a zero.
-    for index in np.flatnonzero(a.any(axis=0) | b.any(axis=1)):
+    # A term of zeros changes at most the sign of a zero: steps, and rows and columns beyond the end of a block, are left out.
+    steps = np.flatnonzero(a.any(axis=0) | b.any(axis=1))
+    rows = a.any(axis=1) if np.isfinite(b).all() else np.ones(a.shape[0], bool)
+    columns = b.any(axis=0) if np.isfinite(a).all() else np.ones(b.shape[1], bool)
+    part = np.ix_(rows, columns)
+    left, right, total = a[rows].astype(np.float64), b[:, columns].astype(np.float64), acc[part].astype(np.float64)
+    for index in steps:
         following = round_sum(left[:, index, None] * right[index], total)
-        total = following if terms is None else np.where(terms[:, index, None], following, total)
-    return total.astype(np.float32)
+        total = following if terms is None else np.where(terms[rows, index, None], following, total)
+    result = acc.copy()
+    result[part] = total
+    return result
 
 
 def round_sum(product: np.ndarray, addend: np.ndarray) -> np.ndarray:
