@@ -57,7 +57,7 @@ def test_the_registered_operators_refuse_cpu_tensors_too() -> None:
 
 
 def test_every_reason_is_listed() -> None:
-    problem = Problem(op="joint_attn_softmax", dtype="float64", device="cpu", contract="ordered-v2", features=frozenset({"dropout"}))
+    problem = Problem(op="attention", dtype="float64", device="cpu", contract="ordered-v2", features=frozenset({"dropout"}))
     reasons = "; ".join(BACKEND.reasons(problem))
     for part in ("device cpu", "contract ordered-v2", "dtype float64", "dropout"):
         assert part in reasons

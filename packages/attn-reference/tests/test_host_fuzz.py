@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import fields
 from typing import Any
 
 import pytest
@@ -23,7 +24,7 @@ def assert_same(found: dict[str, Any], expected: dict[str, Any], about: object) 
 
 
 def describe(inputs: AttentionInputs) -> str:
-    tensors = {name: value for name, value in vars(inputs).items() if value is not None}
+    tensors = {field.name: value for field in fields(inputs) if (value := getattr(inputs, field.name)) is not None}
     return ", ".join(f"{name}={tuple(value.shape) if isinstance(value, torch.Tensor) else value}" for name, value in tensors.items())
 
 

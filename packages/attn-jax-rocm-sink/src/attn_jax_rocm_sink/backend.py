@@ -46,7 +46,8 @@ class JaxBackend(Backend):
         spec = operator(call.op)
         function = self.operators(engine).get(call.op)
         if function is None:
-            raise UnsupportedProblem(self.name, [f"operator {call.op} (supported: {', '.join(self.capabilities(engine).operators)})"])
+            problem = call.problem(device)
+            raise UnsupportedProblem(self.name, list(self.reasons(problem, engine)), problem)
         reason = self.unavailable(device, engine)
         if reason is not None:
             raise BackendUnavailable(self.name, reason)
