@@ -20,7 +20,7 @@ from attn_triton import _attention_backward_launch, _attention_launch, _products
 from triton.runtime.jit import JITFunction
 
 READ = ("sm_90", "sm_100", "sm_120", "gfx942", "gfx950")
-"""Targets whose code is read. sm_80 keeps 48 bytes of the row states on its stack; gfx90a divides integers by other FMAs than the test knows."""
+"""Targets whose code is read. On sm_80 the row states take 48 bytes of stack; gfx90a divides integers by other FMAs than the test knows."""
 WHOLE = ("sm_90", "gfx942")
 """Targets for which every case is compiled; the others have the first two."""
 
