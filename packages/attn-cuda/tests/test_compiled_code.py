@@ -9,6 +9,7 @@ from pathlib import Path
 
 import attn_spec
 import pytest
+import triton
 from attn_cuda._extension import extension
 
 ARCHITECTURES = ("80", "86", "89", "90a", "100", "120")
@@ -108,7 +109,6 @@ def test_the_contract_headers_compile_for(nvcc: str, tmp_path: Path, architectur
 
 
 def _cuobjdump(*arguments: str) -> str:
-    triton = pytest.importorskip("triton", reason="cuobjdump comes with triton")
     tool = shutil.which("cuobjdump") or str(Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump")
     module = extension()
     assert not isinstance(module, str), module

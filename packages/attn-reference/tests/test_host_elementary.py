@@ -4,16 +4,13 @@ from __future__ import annotations
 
 import pytest
 import torch
-from attn_reference import _host_kernels
 from attn_reference._host_kernels import HostKernels
 from attn_reference._pytorch_kernels import KERNELS as DEFINITION
 from test_host_fuzz import assert_same
 from torch import Tensor
 
-pytestmark = pytest.mark.skipif(_host_kernels.unavailable() is not None, reason=str(_host_kernels.unavailable()))
 
-
-@pytest.fixture(params=[] if _host_kernels.unavailable() else HostKernels.variants())
+@pytest.fixture(params=HostKernels.variants())
 def variant(request: pytest.FixtureRequest) -> HostKernels:
     return HostKernels(variant=request.param)
 

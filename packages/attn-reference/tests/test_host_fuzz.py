@@ -13,7 +13,6 @@ from attn_spec.torch import AttentionInputs
 from float_bits import differing
 from host_problems import DTYPES, dense, packed, pick, results, values
 
-pytestmark = pytest.mark.skipif(_host_kernels.unavailable() is not None, reason=str(_host_kernels.unavailable()))
 HOST = _host_kernels.KERNELS
 SEEDS = range(40)
 

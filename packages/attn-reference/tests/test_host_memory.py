@@ -7,14 +7,11 @@ from dataclasses import replace
 
 import pytest
 import torch
-from attn_reference import _host_kernels
 from attn_reference._host_kernels import KERNELS
 from attn_spec.torch import AttentionInputs
 from host_problems import dense, packed, results
 from test_host_fuzz import assert_same, describe
 from torch import Tensor
-
-pytestmark = pytest.mark.skipif(_host_kernels.unavailable() is not None, reason=str(_host_kernels.unavailable()))
 
 
 def _problem(seed: int = 0) -> AttentionInputs:

@@ -4,14 +4,12 @@ from __future__ import annotations
 
 import pytest
 import torch
-from attn_reference import _host_kernels
 from attn_reference._host_kernels import KERNELS, HostKernels
 from attn_spec.torch import AttentionInputs
 from host_problems import dense, packed, results
 from test_host_fuzz import assert_same, describe
 
-pytestmark = pytest.mark.skipif(_host_kernels.unavailable() is not None, reason=str(_host_kernels.unavailable()))
-VARIANTS = [] if _host_kernels.unavailable() else HostKernels.variants()
+VARIANTS = HostKernels.variants()
 PROBLEMS = [pytest.param(build(seed), id=f"{build.__name__}-{seed}") for build in (dense, packed) for seed in range(100, 112)]
 
 

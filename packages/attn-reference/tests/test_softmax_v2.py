@@ -145,7 +145,6 @@ def test_large_finite_scores_are_numbers(engine: ModuleType, value: float) -> No
     assert bool((engine.joint_attn_softmax(torch.full((1, 2048), value), contract="ordered-v2") == 1 / 2048).all())
 
 
-@pytest.mark.skipif(_host_kernels.unavailable() is not None, reason=str(_host_kernels.unavailable()))
 @pytest.mark.parametrize("variant", [] if _host_kernels.unavailable() else HostKernels.variants())
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_every_host_variant_is_the_definition(variant: str, dtype: torch.dtype) -> None:

@@ -24,8 +24,7 @@ def bits(value: int) -> np.float32:
 
 def compile_with(*flags: str, target: Path) -> subprocess.CompletedProcess[str]:
     compiler = shutil.which("g++")
-    if compiler is None:
-        pytest.skip("no g++ on this machine")
+    assert compiler is not None, "g++ is missing: these tests compile the contract's headers"
     command = [compiler, *FLAGS, *flags, f"-I{include_dir()}", str(SOURCE), "-o", str(target)]
     return subprocess.run(command, capture_output=True, text=True, check=False)
 

@@ -6,10 +6,12 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import safetensors
 from attn_spec import bfloat16
 from attn_spec._arrays import from_float32
 from attn_spec._compare import difference
 from attn_spec._trace import Recording
+from safetensors.numpy import load_file, save_file
 
 VALUES = np.array([[1.5, -0.0, np.inf], [1e-42, -3e38, 0.1]], np.float32)
 ARRAYS = {
@@ -34,10 +36,7 @@ def test_a_recording_comes_back(tmp_path: Path) -> None:
 
 
 def test_the_safetensors_library_reads_a_recording(tmp_path: Path) -> None:
-    safetensors = pytest.importorskip("safetensors")
     Recording(ARRAYS, HEADER).save(tmp_path / "a.safetensors")
-    from safetensors.numpy import load_file
-
     plain = {name: array for name, array in ARRAYS.items() if array.dtype != bfloat16}
     Recording(plain, HEADER).save(tmp_path / "plain.safetensors")
     found = load_file(tmp_path / "plain.safetensors")
@@ -49,8 +48,7 @@ def test_the_safetensors_library_reads_a_recording(tmp_path: Path) -> None:
 
 
 def test_a_file_of_the_safetensors_library_is_read(tmp_path: Path) -> None:
-    numpy_writer = pytest.importorskip("safetensors.numpy")
-    numpy_writer.save_file({"x": VALUES, "n": np.array([3], np.int64)}, tmp_path / "b.safetensors", metadata={"made": "elsewhere"})
+    save_file({"x": VALUES, "n": np.array([3], np.int64)}, tmp_path / "b.safetensors", metadata={"made": "elsewhere"})
     found = Recording.load(tmp_path / "b.safetensors")
     assert found.header == {"made": "elsewhere"} and difference(found.arrays["x"], VALUES).equal
 
