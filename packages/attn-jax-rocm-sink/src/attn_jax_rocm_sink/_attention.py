@@ -15,6 +15,7 @@ from attn_spec._validation import ArrayInfo, describe
 
 from attn_jax_rocm_sink._arrays import info, integers, is_integer, platform, seed_words
 from attn_jax_rocm_sink._engines import ENGINES, select
+from attn_jax_rocm_sink._ffi import HANDLERS
 from attn_jax_rocm_sink._vjp import Inputs, attention_with_lse
 
 __all__ = ["attention", "forward_fp32"]
@@ -114,13 +115,15 @@ def _run(arguments: dict[str, Any], out_dtype: str | None) -> Outputs:
     left, right = (-1 if side is None else int(side) for side in (arguments["window"] or (None, None)))
     scale = arguments["scale"]
     batch, keys = problem.batch, problem.keys
+    q_start = arguments["q_start"]
+    top_left = HANDLERS[engine].static_alignment and is_integer(q_start) and q_start == 0
     inputs = Inputs(
         q=jnp.asarray(arguments["q"]),
         k=jnp.asarray(arguments["k"]),
         v=jnp.asarray(arguments["v"]),
         key_padding_mask=_optional(arguments["key_padding_mask"]),
         kv_lengths=integers("kv_lengths", arguments["kv_lengths"], batch, 0, keys),
-        q_start=integers("q_start", arguments["q_start"], batch, -_INT32_MAX, _INT32_MAX),
+        q_start=integers("q_start", None if top_left else q_start, batch, -_INT32_MAX, _INT32_MAX),
         k_start=integers("k_start", arguments["k_start"], batch, 0, _INT32_MAX),
         sinks=_optional(arguments["sinks"]),
         bias=_optional(arguments["bias"]),
@@ -132,6 +135,7 @@ def _run(arguments: dict[str, Any], out_dtype: str | None) -> Outputs:
         dropout_p=float(arguments["dropout_p"]),
         out_dtype=out_dtype or problem.dtype,
         engine=engine,
+        top_left=top_left,
     )
     out, lse = attention_with_lse(inputs)
     return (out, lse) if arguments["return_lse"] else out
@@ -153,7 +157,7 @@ def _check(arguments: dict[str, Any]) -> tuple[Problem, str]:
     problem = describe("attention", described, options, contract=arguments["contract"])
     chosen = named or select(device)
     engine = ENGINES[chosen]
-    reasons = engine.capabilities.reasons(problem)
+    reasons = engine.reasons(problem, arguments["contract"])
     if not reasons:
         state = engine.unavailable()
         reasons = () if state is None else (state,)
