@@ -24,13 +24,14 @@ from attn_spec import Backend, Call, UnsupportedProblem
 from attn_spec._compare import Difference, difference, digest
 from attn_spec._contract import CONTRACTS, default_contract
 from attn_spec._registry import get_backend, installed, load
-from attn_spec.testing.cases import CASES, Sample
+from attn_spec.testing.cases import CASES, Case, Sample
 from captured import Captured
 from report import Row, table, write
 
 DEFINITION = ("attn_reference", "pytorch")
 DIGESTS = Path(__file__).parent / "layer_digests.json"
-ALL_CASES = {**CASES, Captured.name: Captured()}
+Layer = Case | Captured
+ALL_CASES: dict[str, Layer] = {**CASES, Captured.name: Captured()}
 
 
 @dataclass(frozen=True)
@@ -162,7 +163,7 @@ def run(task: Task) -> tuple[list[Row], dict[str, str]]:
     return job.rows, job.digests
 
 
-def run_samples(job: Job, case: Captured, dtype: str, definition: Runner) -> dict[str, np.ndarray]:
+def run_samples(job: Job, case: Layer, dtype: str, definition: Runner) -> dict[str, np.ndarray]:
     """Every engine on every sampled call; returns the definition's attention results."""
     kept: dict[str, np.ndarray] = {}
     for sample in case.sample_calls(dtype, definition.evaluate):
@@ -214,7 +215,7 @@ def refuse(job: Job, runner: Runner, case: str, call: Call, dtype: str, fraction
     )
 
 
-def run_layer(job: Job, case: Captured, dtype: str, sampled: Mapping[str, np.ndarray], recorded: Mapping[str, str] | None) -> None:
+def run_layer(job: Job, case: Layer, dtype: str, sampled: Mapping[str, np.ndarray], recorded: Mapping[str, str] | None) -> None:
     """The whole layer on the engines that are quick enough: against each other, the recorded digests (None: not checked) and the sample."""
     able = [runner for runner in job.runners if runner.backend.runs_layers(runner.device, runner.engine) and runner.supports(case.operator)]
     call = case.layer_call(dtype)
@@ -258,7 +259,7 @@ def check_digests(job: Job, runner: Runner, case: str, call: Call, dtype: str, s
     )
 
 
-def check_sample(job: Job, runner: Runner, case: Captured, call: Call, dtype: str, seconds: float, found: dict, sample: Mapping) -> None:
+def check_sample(job: Job, runner: Runner, case: Layer, call: Call, dtype: str, seconds: float, found: dict, sample: Mapping) -> None:
     """The layer's sampled rows are the bytes that the definition computed for those rows alone."""
     part = case.sampled_part(found)
     names = [name for name in part if name in sample]
