@@ -13,6 +13,7 @@ from types import ModuleType
 from typing import Any
 
 import torch
+from attn_spec._sm90 import ex2_table, score_factor
 from attn_spec.torch import AttentionInputs
 from torch import Tensor
 
@@ -149,6 +150,23 @@ class HostKernels:
         self._run("attention_backward", problem.native, _array(dout), *map(_address, rows), *addresses, shape)
         return gradients
 
+    def attention_sm90_forward(self, inputs: AttentionInputs) -> tuple[Tensor, Tensor]:
+        out, lse = torch.zeros(inputs.q.shape, dtype=inputs.q.dtype), torch.full(inputs.row_shape, -torch.inf)
+        problem = _Problem(inputs)
+        self._run("sm90_forward", problem.native, score_factor(inputs.scale), _table(), _array(out), lse.data_ptr(), 0, 0, 0)
+        return out, lse
+
+    def attention_sm90_backward(
+        self, inputs: AttentionInputs, dout: Tensor, dlse: Tensor | None, out: Tensor, lse: Tensor, needs: frozenset[str]
+    ) -> dict[str, Tensor]:
+        gradients = {name: torch.zeros(getattr(inputs, name).shape, dtype=getattr(inputs, name).dtype) for name in needs}
+        rows = [None if tensor is None else tensor.float().contiguous() for tensor in (lse, dlse)]
+        addresses = [_address(gradients.get(name)) for name in ("q", "k", "v", "sinks")]
+        problem = _Problem(inputs)
+        arrays = _array(dout), _array(out)
+        self._run("sm90_backward", problem.native, score_factor(inputs.scale), _table(), *arrays, *map(_address, rows), *addresses)
+        return gradients
+
     def _product(self, name: str, left: Tensor, right: Tensor, out: Tensor, scale: float, queries: torch.Size, keys: torch.Size) -> None:
         width = right.shape[3]
         sizes = [queries[0], queries[1], keys[1], queries[2], keys[2], width]
@@ -191,6 +209,11 @@ class _Problem:
             dropout_p=inputs.dropout_p,
             dropout_seed=seed,
         )
+
+
+def _table() -> int:
+    address: int = ex2_table().ctypes.data
+    return address
 
 
 def _array(tensor: Tensor) -> Any:
