@@ -184,7 +184,8 @@ void define_attention(py::module_& module) {
 void check_sm90(const host::AttentionProblem& problem) {
   check(problem);
   const bool widths = problem.head_dim == 64 || problem.head_dim == 128 || problem.head_dim == 256;
-  if (!widths || problem.value_dim != problem.head_dim) throw py::value_error("attention: sm90-v1 takes head dims 64, 128 and 256, one for q, k, v");
+  if (!widths || problem.value_dim != problem.head_dim)
+    throw py::value_error("attention: sm90-v1 takes head dims 64, 128 and 256, one for q, k, v");
   if (problem.dtype == host::DType::float32) throw py::value_error("attention: sm90-v1 takes bfloat16 and float16");
   if (problem.query_mask || problem.key_mask || problem.bias || problem.dropout_p > 0.0)
     throw py::value_error("attention: sm90-v1 takes no masks, bias or dropout");
@@ -192,9 +193,18 @@ void check_sm90(const host::AttentionProblem& problem) {
 
 void define_sm90(py::module_& module) {
   module.def(
+      "sm90_chain",
+      [](const std::array<int64_t, 3>& sizes, host::DType dtype, Address a, Address b, Address c, int threads, const std::string& variant) {
+        const host::Sm90Chain chain{sizes[0], sizes[1], sizes[2], dtype, pointer<void>(a), pointer<void>(b), pointer<float>(c)};
+        const host::Variant chosen = variant_of(variant);
+        const py::gil_scoped_release release;
+        host::sm90_chain(chain, threads, chosen);
+      },
+      py::arg("sizes"), py::arg("dtype"), py::arg("a"), py::arg("b"), py::arg("c"), py::arg("threads"), py::arg("variant"));
+  module.def(
       "sm90_forward",
-      [](const host::AttentionProblem& problem, double factor, Address table, const Array& out, Address lse, Address n, Address l, Address o,
-         int threads, const std::string& variant) {
+      [](const host::AttentionProblem& problem, double factor, Address table, const Array& out, Address lse, Address n, Address l,
+         Address o, int threads, const std::string& variant) {
         check_sm90(problem);
         const host::Sm90Options options{static_cast<float>(factor), pointer<const float>(table)};
         const host::Sm90Forward results{out.output(), pointer<float>(lse), pointer<float>(n), pointer<float>(l), pointer<float>(o)};
@@ -206,8 +216,8 @@ void define_sm90(py::module_& module) {
       py::arg("threads"), py::arg("variant"));
   module.def(
       "sm90_backward",
-      [](const host::AttentionProblem& problem, double factor, Address table, const Array& dout, const Array& out, Address lse, Address dlse,
-         Address dq, Address dk, Address dv, Address dsinks, int threads, const std::string& variant) {
+      [](const host::AttentionProblem& problem, double factor, Address table, const Array& dout, const Array& out, Address lse,
+         Address dlse, Address dq, Address dk, Address dv, Address dsinks, int threads, const std::string& variant) {
         check_sm90(problem);
         const host::Sm90Options options{static_cast<float>(factor), pointer<const float>(table)};
         const host::Sm90Backward gradients{dout.input(),      out.input(),       pointer<const float>(lse), pointer<const float>(dlse),

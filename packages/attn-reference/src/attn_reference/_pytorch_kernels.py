@@ -22,6 +22,7 @@ class PyTorchKernels:
     attention_forward = staticmethod(keeps_subnormals(_attention.attention_forward))
     attention_backward = staticmethod(keeps_subnormals(_attention.attention_backward))
     attention_sm90_forward = staticmethod(keeps_subnormals(_sm90_attention.attention_forward))
+    attention_sm90_states = staticmethod(keeps_subnormals(_sm90_attention.attention_states))
     attention_sm90_backward = staticmethod(keeps_subnormals(_sm90_attention.attention_backward))
 
 

@@ -20,7 +20,7 @@ from attn_reference._rounding import nearest
 from attn_reference._segment import Segment, segments
 from attn_reference._sm90_arithmetic import STEP, chain, ex2, halves
 
-__all__ = ["State", "attention_backward", "attention_forward", "fold", "result", "segment_states"]
+__all__ = ["State", "attention_backward", "attention_forward", "attention_states", "fold", "result"]
 
 _LOG2_E = 1.44269502162933349609375  # 0x3FB8AA3B
 _LN_2 = 0.693147182464599609375  # 0x3F317218
@@ -34,7 +34,7 @@ class State:
     """``n`` (maximum times c) and ``l`` [..., R], ``o`` [..., R, D], float32. ``n = -inf`` is dead."""
 
     n: Tensor
-    l: Tensor  # noqa: E741
+    l: Tensor
     o: Tensor
 
 
@@ -70,11 +70,11 @@ class _Item:
 
     def rows(self, tensor: Tensor) -> Tensor:
         """[H, S, ...] to [K, R, ...]."""
-        return tensor.reshape(self.segment.inputs.k.shape[1], -1, *tensor.shape[2:])
+        return tensor.reshape(self.segment.inputs.k.shape[1], self.group * self.segment.positions.queries, *tensor.shape[2:])
 
     def heads(self, tensor: Tensor) -> Tensor:
         """[K, R, ...] to [H, S, ...]."""
-        return tensor.reshape(-1, self.segment.positions.queries, *tensor.shape[2:])
+        return tensor.reshape(self.segment.inputs.q.shape[1], self.segment.positions.queries, *tensor.shape[2:])
 
     def keys(self, tensor: Tensor) -> Tensor:
         stored = self.segment.key_rows(tensor)
@@ -124,6 +124,20 @@ def attention_forward(inputs: AttentionInputs) -> tuple[Tensor, Tensor]:
         segment.query_rows(out).copy_(item.heads(rows_of_out))
         segment.row_values(lse).copy_(item.heads(rows_of_lse))
     return out, lse
+
+
+def attention_states(inputs: AttentionInputs, count: int) -> tuple[Tensor, Tensor, Tensor]:
+    """n and l float32 [count, *row_shape] and o [count, *row_shape, D] of the segments, before their merge; dense inputs."""
+    shape = (count, *inputs.row_shape)
+    n = torch.full(shape, -torch.inf, device=inputs.q.device)
+    l, o = torch.zeros_like(n), n.new_zeros(*shape, inputs.q.shape[-1])
+    for segment in segments(inputs):
+        item = _Item(segment)
+        q, k, v = item.rows(segment.query_rows(inputs.q)), item.keys(inputs.k), item.keys(inputs.v)
+        for index, state in enumerate(segment_states(item.scores(q, k, item.visible()), v, item.factor, item.tile)):
+            for whole, part in ((n, state.n), (l, state.l), (o, state.o)):
+                whole[index, segment.index] = item.heads(part)
+    return n, l, o
 
 
 def segment_states(scores: Tensor, v: Tensor, factor: Tensor, tile: int) -> list[State]:
@@ -222,8 +236,8 @@ def _item_backward(item: _Item, dout: Tensor, dlse: Tensor | None, out: Tensor, 
         shown = visible[block]
         p = ex2(fma(item.scores(q[:, block], k, shown), item.factor, -base[:, block].unsqueeze(-1)))
         dp = chain(do[:, block], v.transpose(-1, -2))
-        ds = torch.where(shown, p * (dp - delta[:, block].unsqueeze(-1)), 0.0)
-        probs[:, block], gradients[:, block] = nearest(p, q.dtype), nearest(ds, q.dtype)
+        ds = p * (dp - delta[:, block].unsqueeze(-1))
+        probs[:, block], gradients[:, block] = (nearest(torch.where(shown, x, 0.0), q.dtype) for x in (p, ds))
     dq = q.new_zeros(q.shape, dtype=torch.float32)
     for tile in item.tiles():
         dq = dq + chain(gradients[..., tile], k[:, tile])
@@ -241,7 +255,7 @@ def _over_queries(item: _Item, weights: Tensor, rows: Tensor) -> Tensor:
     """The chain over (head in its group, query): weights [K, R, T], rows [K, R, D] -> float32 [K, T, D]. Every head begins a step."""
 
     def stepped(tensor: Tensor) -> Tensor:
-        heads = tensor.unflatten(1, (item.group, -1))
+        heads = tensor.unflatten(1, (item.group, item.segment.positions.queries))
         missing = -heads.shape[2] % STEP
         return torch.nn.functional.pad(heads, (0, 0, 0, missing)).flatten(1, 2)
 
@@ -254,7 +268,8 @@ def _dsinks(item: _Item, delta: Tensor, base: Tensor) -> Tensor:
     if sinks is None:
         return delta.new_zeros(0)
     terms = item.heads(torch.where(sinks == -torch.inf, 0.0, -(ex2(sinks * _LOG2_E - base) * delta)))
-    tiles = torch.nn.functional.pad(terms, (0, -terms.shape[-1] % _SINK_TILE)).unflatten(-1, (-1, _SINK_TILE))
+    count = -(-terms.shape[-1] // _SINK_TILE)
+    tiles = torch.nn.functional.pad(terms, (0, -terms.shape[-1] % _SINK_TILE)).unflatten(-1, (count, _SINK_TILE))
     total = terms.new_zeros(terms.shape[0])
     for tile in halves(tiles).squeeze(-1).unbind(-1):
         total = total + tile

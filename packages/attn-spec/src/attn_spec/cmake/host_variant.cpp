@@ -7,9 +7,9 @@
 namespace attn::host::ATTN_HOST_VARIANT {
 
 const Kernels kernels = {
-    attention_forward,  attention_backward,  bias_gradient,      softmax_forward,   softmax_backward,
-    softmax_v2_forward, softmax_v2_backward, sm90_forward,       sm90_row_sums,     sm90_query_gradient,
-    sm90_key_gradients, product_over_width,  product_over_keys,  product_over_queries,
+    attention_forward,   attention_backward,  bias_gradient,      softmax_forward,   softmax_backward,
+    softmax_v2_forward,  softmax_v2_backward, sm90_chain,         sm90_forward,      sm90_row_sums,
+    sm90_query_gradient, sm90_key_gradients,  product_over_width, product_over_keys, product_over_queries,
 };
 
 }  // namespace attn::host::ATTN_HOST_VARIANT

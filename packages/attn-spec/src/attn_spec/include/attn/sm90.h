@@ -1,16 +1,16 @@
-// Scalar arithmetic of contract sm90-v1 (docs/contracts/sm90-v1.md): the tensor-core step, ex2, and what a row does with its tiles, segments
-// and sink. Compile without contraction, as ordered.h says.
+// Scalar arithmetic of contract sm90-v1 (docs/contracts/sm90-v1.md): the tensor-core step, ex2, and what a row does with its tiles,
+// segments and sink. Compile without contraction, as ordered.h says.
 #pragma once
 
 #include "attn/ordered.h"
 
 namespace attn::sm90 {
 
-constexpr int kSegment = 1024;   // keys
-constexpr int kStep = 16;        // terms of a tensor-core step
-constexpr int kClasses = 8;      // partial sums of a row, by column modulo 8
-constexpr int kSinkTile = 128;   // queries
-constexpr int kPoints = 1 << 23; // of the table of ex2
+constexpr int kSegment = 1024;    // keys
+constexpr int kStep = 16;         // terms of a tensor-core step
+constexpr int kClasses = 8;       // partial sums of a row, by column modulo 8
+constexpr int kSinkTile = 128;    // queries
+constexpr int kPoints = 1 << 23;  // of the table of ex2
 
 constexpr uint32_t kLog2EBits = 0x3FB8AA3Bu;
 constexpr uint32_t kLn2Bits = 0x3F317218u;

@@ -21,6 +21,13 @@ inline int64_t sm90_scratch(const AttentionProblem& problem) {
   return arena.used;
 }
 
+void sm90_chain(const Sm90Chain& chain, int threads, Variant variant) {
+  Arena arena{nullptr};
+  Sm90ChainScratch(arena, chain);
+  const Kernels& kernels = kernels_of(variant);
+  parallel_for(chain.rows, threads, arena.used, [&](int64_t row, float* scratch) { kernels.sm90_chain(chain, row, scratch); });
+}
+
 void sm90_forward(const AttentionProblem& problem, const Sm90Options& options, const Sm90Forward& results, int threads, Variant variant) {
   const KeptKeyLists kept(nullptr, problem.batch, problem.keys);
   const RowBlocks blocks(problem, kSm90Rows);

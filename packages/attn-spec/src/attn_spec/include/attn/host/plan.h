@@ -154,19 +154,30 @@ struct Sm90Operands {
   float* values;
   int32_t* exponents;
 
-  ATTN_HD Sm90Operands(Arena& arena, int64_t count)
-      : values(arena.take(count)), exponents(reinterpret_cast<int32_t*>(arena.take(count))) {}
+  ATTN_HD Sm90Operands(Arena& arena, int64_t count) : values(arena.take(count)), exponents(reinterpret_cast<int32_t*>(arena.take(count))) {}
+};
+
+// Sizes of Sm90Chain in whole steps and groups of lanes, and its scratch.
+struct Sm90ChainScratch {
+  int64_t terms, columns;
+  Sm90Operands a, b;  // [terms], [terms][columns]
+  float* c;           // [columns]
+
+  ATTN_HD Sm90ChainScratch(Arena& arena, const Sm90Chain& chain)
+      : terms((chain.terms + 15) / 16 * 16), columns((chain.columns + 63) / 64 * 64), a(arena, terms), b(arena, terms * columns) {
+    c = arena.take(columns);
+  }
 };
 
 // Scratch of one block of rows over tiles of `tile` keys.
 struct Sm90Scratch {
-  Sm90Operands q, dout;                    // [rows][D]
-  Sm90Operands keys, values;               // [D][tile]: columns of k and v
-  Sm90Operands rows_of_keys, weights;      // [tile][D]: rows of v or k; [16][tile] and its transpose
-  Sm90Operands columns;                    // [tile][16]
-  float *scores, *products;                // [16][tile]
-  float *state, *run;                      // [rows][D + 16]: O, classes and n of the segment; O, l and n of the row
-  float *dk, *dv;                          // [tile][D]
+  Sm90Operands q, dout;                // [rows][D]
+  Sm90Operands keys, values;           // [D][tile]: columns of k and v
+  Sm90Operands rows_of_keys, weights;  // [tile][D]: rows of v or k; [16][tile] and its transpose
+  Sm90Operands columns;                // [tile][16]
+  float *scores, *products;            // [16][tile]
+  float *state, *run;                  // [rows][D + 16]: O, classes and n of the segment; O, l and n of the row
+  float *dk, *dv;                      // [tile][D]
 
   ATTN_HD Sm90Scratch(Arena& arena, int64_t rows, int64_t tile, int64_t d)
       : q(arena, rows * d),
@@ -194,6 +205,7 @@ struct Kernels {
   void (*softmax_backward)(const SoftmaxCall& call, int64_t row, float* scratch);
   void (*softmax_v2_forward)(const SoftmaxCall& call, int64_t row, float* scratch);
   void (*softmax_v2_backward)(const SoftmaxCall& call, int64_t row, float* scratch);
+  void (*sm90_chain)(const Sm90Chain& chain, int64_t row, float* scratch);
   void (*sm90_forward)(const Sm90Call& call, const RowBlock& block, float* scratch);
   void (*sm90_row_sums)(const Sm90Call& call, const RowBlock& block, float* scratch);
   void (*sm90_query_gradient)(const Sm90Call& call, const RowBlock& block, float* scratch);

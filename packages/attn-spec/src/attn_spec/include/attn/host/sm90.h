@@ -22,7 +22,8 @@ struct Sm90Forward {
   float* o;
 };
 
-// Gradients are written for every non-null pointer, with the layouts of AttentionBackward. dout and out have the dtype of q; dlse may be null.
+// Gradients are written for every non-null pointer, with the layouts of AttentionBackward. dout and out have the dtype of q; dlse may be
+// null.
 struct Sm90Backward {
   Input dout;
   Input out;
@@ -34,6 +35,17 @@ struct Sm90Backward {
   float* dsinks;
 };
 
+// c[row][column] = the chain of tensor-core steps over `terms` terms, from c: contiguous a [rows][terms] and b [terms][columns], halves,
+// and c [rows][columns] float32. Any sizes; missing terms of the last step are zeros.
+struct Sm90Chain {
+  int64_t rows, terms, columns;
+  DType dtype;
+  const void* a;
+  const void* b;
+  float* c;
+};
+
+void sm90_chain(const Sm90Chain& chain, int threads, Variant variant = Variant::automatic);
 void sm90_forward(const AttentionProblem& problem, const Sm90Options& options, const Sm90Forward& results, int threads,
                   Variant variant = Variant::automatic);
 void sm90_backward(const AttentionProblem& problem, const Sm90Options& options, const Sm90Backward& gradients, int threads,

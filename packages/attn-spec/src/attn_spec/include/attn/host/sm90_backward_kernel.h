@@ -32,13 +32,12 @@ inline void row_gradients(const Sm90Item& item, int64_t row, int64_t index, Oper
   const Slots visible = item.geometry.visible(row);
   const int64_t at = item.geometry.row_index(row);
   item.products(q, scratch.keys, p);
-  item.mask(visible, index, p);
   item.products(dout, scratch.values, ds);
   const float origin = item.call.origin[at], delta = item.call.delta[at];
   for (int i = 0; i < item.tile; ++i) {
     const int64_t slot = index * item.tile + i;
     const bool masked = slot < visible.begin || slot >= visible.end;
-    p[i] = sm90::weight(p[i], item.factor, origin, item.table);
+    p[i] = masked ? 0.0f : sm90::weight(p[i], item.factor, origin, item.table);
     ds[i] = masked ? 0.0f : mul(p[i], sub(ds[i], delta));
   }
 }

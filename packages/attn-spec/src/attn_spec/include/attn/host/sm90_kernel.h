@@ -7,6 +7,32 @@
 namespace attn::host::ATTN_HOST_VARIANT {
 namespace {
 
+ATTN_HD int least_exponent(DType dtype) {
+  return dtype == DType::bfloat16 ? sm90::HalfTraits<bfloat16>::kLeastExponent : sm90::HalfTraits<float16>::kLeastExponent;
+}
+
+void sm90_chain(const Sm90Chain& chain, int64_t row, float* base) {
+  Arena arena{base};
+  const Sm90ChainScratch scratch(arena, chain);
+  const int least = least_exponent(chain.dtype);
+  fill(scratch.a.values, scratch.terms, 0.0f);
+  fill(scratch.b.values, scratch.terms * scratch.columns, 0.0f);
+  fill(scratch.c, scratch.columns, 0.0f);
+  read(chain.a, chain.dtype, row * chain.terms, 1, chain.terms, scratch.a.values);
+  for (int64_t k = 0; k < chain.terms; ++k)
+    read(chain.b, chain.dtype, k * chain.columns, 1, chain.columns, scratch.b.values + k * scratch.columns);
+  for (int64_t k = 0; k < scratch.terms; ++k) scratch.a.exponents[k] = sm90::operand_exponent(scratch.a.values[k], least);
+  for (int64_t i = 0; i < scratch.terms * scratch.columns; ++i) scratch.b.exponents[i] = sm90::operand_exponent(scratch.b.values[i], least);
+  float* c = chain.c + row * chain.columns;
+  memcpy(scratch.c, c, static_cast<size_t>(chain.columns) * sizeof(float));
+  for (int64_t k = 0; k < scratch.terms; k += sm90::kStep)
+    for (int64_t i = 0; i < scratch.columns; i += kStepLanes)
+      step_lanes(Operands{scratch.a.values + k, scratch.a.exponents + k},
+                 Operands{scratch.b.values + k * scratch.columns + i, scratch.b.exponents + k * scratch.columns + i}, scratch.columns,
+                 least, scratch.c + i);
+  memcpy(c, scratch.c, static_cast<size_t>(chain.columns) * sizeof(float));
+}
+
 // One batch item and kv head with its keys on the grid of segments and tiles: a cell is a position counted from the start of a segment.
 struct Sm90Item {
   const Sm90Call& call;
@@ -20,7 +46,7 @@ struct Sm90Item {
     geometry.shift = geometry.k_start % sm90::kSegment;
     columns = static_cast<int>(problem.head_dim);
     tile = sm90::key_tile(columns);
-    least = problem.dtype == DType::bfloat16 ? sm90::HalfTraits<bfloat16>::kLeastExponent : sm90::HalfTraits<float16>::kLeastExponent;
+    least = least_exponent(problem.dtype);
     factor = whole.options.factor;
     table = whole.options.table;
   }
@@ -83,9 +109,7 @@ struct Sm90Item {
     return !visible.empty() && visible.begin < (index + 1) * tile && visible.end > index * tile;
   }
 
-  float sink(int64_t row) const {
-    return geometry.problem.sinks ? geometry.problem.sinks[geometry.head(row)] : negative_infinity();
-  }
+  float sink(int64_t row) const { return geometry.problem.sinks ? geometry.problem.sinks[geometry.head(row)] : negative_infinity(); }
 };
 
 ATTN_HD Operands row_of(Sm90Operands operands, int64_t row, int64_t columns) {
@@ -191,8 +215,7 @@ void sm90_forward(const Sm90Call& call, const RowBlock& block, float* base) {
         item.mask(visible, index, scratch.scores);
         append_tile(item, state, scratch.scores, scratch.weights, scratch.rows_of_keys);
       }
-      if (ends)
-        end_segment(item, block.begin + row, index * item.tile / sm90::kSegment, state, Sm90State(scratch.run, row, item.columns));
+      if (ends) end_segment(item, block.begin + row, index * item.tile / sm90::kSegment, state, Sm90State(scratch.run, row, item.columns));
     }
   }
   if (call.forward.n != nullptr) return;

@@ -51,8 +51,7 @@ inline void step_lanes(Operands a, Operands b, int64_t width, int least, float* 
     e[v] = reinterpret_cast<Mask>(bits << 1) == 0 ? Mask{} + sm90::kAbsent : exponent;
   }
   for (int k = 0; k < sm90::kStep; ++k)
-    for (int v = 0; v < kStepVectors; ++v)
-      e[v] = larger(e[v], load_exponents(b.exponents + k * width + v * kLanes) + a.exponents[k]);
+    for (int v = 0; v < kStepVectors; ++v) e[v] = larger(e[v], load_exponents(b.exponents + k * width + v * kLanes) + a.exponents[k]);
   Mask outside{};
   for (int v = 0; v < kStepVectors; ++v) {
     const Mask none = e[v] < sm90::kAbsent / 2;
