@@ -27,9 +27,11 @@ class Call {
     problem.dropout_p = options.dropout_p;
     if (const ffi::AnyBuffer* seed = operands.find("dropout_seed")) {
       require_type("dropout_seed", *seed, ffi::U32);
-      require_shape("dropout_seed", *seed, {2});
+      require_shape("dropout_seed", *seed, {4});
       const uint32_t* words = static_cast<const uint32_t*>(data_of(*seed));
       problem.dropout_seed = static_cast<uint64_t>(words[1]) << 32 | words[0];
+      problem.dropout_item = words[2];
+      problem.dropout_head = words[3];
     } else if (options.dropout_p > 0) {
       throw InvalidCall("dropout needs operand dropout_seed");
     }

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -15,10 +15,11 @@ from jaxlib import version as jaxlib_version
 import attn_jax_rocm_sink
 from attn_jax_rocm_sink._versions import release
 
-__all__ = ["BACKWARD", "FORWARD", "Library", "call", "load"]
+__all__ = ["BACKWARD", "FORWARD", "Library", "call", "load", "ordered_sum"]
 
 FORWARD = "attn_jax_rocm_sink_attention_forward"
 BACKWARD = "attn_jax_rocm_sink_attention_backward"
+_ORDERED_SUM = "attn_jax_rocm_sink_ordered_sum"
 
 _NAME = "libattn_jax_rocm_sink.so"
 _MISSING = "missing.txt"
@@ -54,7 +55,7 @@ def load() -> Library:
         too_old(_text(library, "attn_jax_rocm_sink_jaxlib"), jaxlib_version.__version__),
     )
     if built.reason is None:
-        for target in (FORWARD, BACKWARD):
+        for target in (FORWARD, BACKWARD, _ORDERED_SUM):
             capsule = jax.ffi.pycapsule(getattr(library, target))
             jax.ffi.register_ffi_target(target, capsule, platform="cpu")
     return built
@@ -74,19 +75,15 @@ def call(
     target: str, operands: Mapping[str, jax.Array], results: Mapping[str, jax.ShapeDtypeStruct], attributes: Mapping[str, Any]
 ) -> dict[str, jax.Array]:
     """Call a handler. Operands and results travel with their names, so that an absent one is a missing name."""
-    function = jax.ffi.ffi_call(target, list(results.values()), vmap_method="sequential")
+    function = jax.ffi.ffi_call(target, list(results.values()))
     names = {"operands": " ".join(operands), "results": " ".join(results)}
-
-    @jax.custom_jvp
-    def first_order(*values: jax.Array) -> Sequence[jax.Array]:
-        return function(*values, **names, **attributes)
-
-    first_order.defjvp(_refuse_derivative)
-    return dict(zip(results, first_order(*operands.values()), strict=True))
+    return dict(zip(results, function(*operands.values(), **names, **attributes), strict=True))
 
 
-def _refuse_derivative(primals: Any, tangents: Any) -> Any:
-    raise NotImplementedError("attn_jax_rocm_sink: attention has first derivatives in reverse mode only; a second derivative was asked for")
+def ordered_sum(rows: jax.Array, dtype: Any) -> jax.Array:
+    """Sum of float32 [N, C] over axis 0 in ascending order from +0, rounded to ``dtype``. CPU only."""
+    result = jax.ShapeDtypeStruct(rows.shape[1:], dtype)
+    return jax.ffi.ffi_call(_ORDERED_SUM, result, vmap_method="sequential")(rows)
 
 
 def _find(name: str) -> Path | None:
