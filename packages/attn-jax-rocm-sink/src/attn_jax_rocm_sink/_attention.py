@@ -108,7 +108,7 @@ def forward_fp32(*arguments: Any, **keywords: Any) -> Outputs:
 
 def _run(arguments: dict[str, Any], out_dtype: str | None) -> Outputs:
     arguments["scale"] = _known_scale(arguments["scale"])
-    problem = _check(arguments)
+    problem, engine = _check(arguments)
     if arguments["dropout_p"] > 0.0 and arguments["dropout_seed"] is None:
         raise ValueError("attention: dropout_p > 0 needs dropout_seed: JAX has no default generator to draw one from")
     left, right = (-1 if side is None else int(side) for side in (arguments["window"] or (None, None)))
@@ -131,12 +131,13 @@ def _run(arguments: dict[str, Any], out_dtype: str | None) -> Outputs:
         window_right=right,
         dropout_p=float(arguments["dropout_p"]),
         out_dtype=out_dtype or problem.dtype,
+        engine=engine,
     )
     out, lse = attention_with_lse(inputs)
     return (out, lse) if arguments["return_lse"] else out
 
 
-def _check(arguments: dict[str, Any]) -> Problem:
+def _check(arguments: dict[str, Any]) -> tuple[Problem, str]:
     arrays = {name: arguments[name] for name in ("q", "k", "v", "key_padding_mask", *_INTEGERS, "sinks", "bias")}
     options = {name: arguments[name] for name in _OPTIONS}
     for name in _INTEGERS:
@@ -150,7 +151,8 @@ def _check(arguments: dict[str, Any]) -> Problem:
     if "kv_lengths" in options:
         described["kv_lengths"] = _described_lengths(options.pop("kv_lengths"), described["q"], device)
     problem = describe("attention", described, options, contract=arguments["contract"])
-    engine = ENGINES[named or select(device)]
+    chosen = named or select(device)
+    engine = ENGINES[chosen]
     reasons = engine.capabilities.reasons(problem)
     if not reasons:
         state = engine.unavailable()
@@ -159,7 +161,7 @@ def _check(arguments: dict[str, Any]) -> Problem:
         from attn_spec._registry import runners
 
         raise UnsupportedProblem(NAME, reasons, problem, runners(problem, without=NAME))
-    return problem
+    return problem, chosen
 
 
 def _described_lengths(value: Any, q: ArrayInfo | None, device: str) -> ArrayInfo:

@@ -14,14 +14,13 @@ from attn_jax_rocm_sink._signature import Signature
 
 __all__ = ["dbias_of", "kernel", "ordered_sum"]
 
-_TARGETS = {"forward": _ffi.FORWARD, "backward": _ffi.BACKWARD}
 _FULL = (0, 1, 2, 3)
 
 
 def kernel(signature: Signature, operands: Mapping[str, jax.Array]) -> dict[str, jax.Array]:
     """The results that ``signature`` names. What it leaves unsummed is computed one batch item at a time."""
     if not signature.unsummed:
-        results = _ffi.call(_TARGETS[signature.direction], operands, signature.structs(operands), dict(signature.attributes))
+        results = _ffi.call(signature.direction, operands, signature.structs(operands), dict(signature.attributes))
         axes = varying_axes(operands.values())
         return {name: vary(array, axes) for name, array in results.items()}
     batch, heads, queries = operands["q"].shape[:3]

@@ -9,10 +9,9 @@ from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax.ad_checkpoint import checkpoint_name
 
-from attn_jax_rocm_sink import _primitive
+from attn_jax_rocm_sink import _ffi, _primitive
 from attn_jax_rocm_sink._kernel import dbias_of, ordered_sum
 from attn_jax_rocm_sink._manual_axes import missing_axes, vary, varying_axes
 from attn_jax_rocm_sink._signature import Signature
@@ -24,7 +23,7 @@ RESIDUALS = "attn_jax_rocm_sink"
 
 _DIFFERENTIABLE = ("q", "k", "v", "sinks", "bias")
 _ARRAYS = ("q", "k", "v", "key_padding_mask", "kv_lengths", "q_start", "k_start", "sinks", "bias", "dropout_seed")
-_STATIC = ("causal", "scale", "window_left", "window_right", "dropout_p", "out_dtype")
+_STATIC = ("causal", "scale", "window_left", "window_right", "dropout_p", "out_dtype", "engine")
 
 
 @partial(jax.tree_util.register_dataclass, data_fields=list(_ARRAYS), meta_fields=list(_STATIC))
@@ -53,6 +52,7 @@ class Inputs:
     window_right: int
     dropout_p: float
     out_dtype: str
+    engine: str
 
     def operands(self) -> dict[str, jax.Array]:
         """The arrays that are present: the one place that decides it, for forward and backward alike."""
@@ -63,22 +63,22 @@ class Inputs:
 
     def attributes(self) -> dict[str, Any]:
         return {
+            "engine": self.engine,
             "causal": self.causal,
-            "window_left": np.int64(self.window_left),
-            "window_right": np.int64(self.window_right),
-            "scale": np.float32(self.scale),
-            "dropout_p": np.float64(self.dropout_p),
+            "window_left": self.window_left,
+            "window_right": self.window_right,
+            "scale": self.scale,
+            "dropout_p": self.dropout_p,
         }
 
 
-@partial(jax.tree_util.register_dataclass, data_fields=["inputs", "row_max", "row_sum"], meta_fields=["needs"])
+@partial(jax.tree_util.register_dataclass, data_fields=["inputs", "kept"], meta_fields=["needs"])
 @dataclass(frozen=True)
 class _Residuals:
-    """What the backward pass keeps: inputs, the softmax row state [B, H, S], and the names of the inputs whose gradient is asked for."""
+    """What the backward pass keeps: inputs, the results of forward that the engine needs, and the inputs whose gradient is asked for."""
 
     inputs: Inputs
-    row_max: jax.Array
-    row_sum: jax.Array
+    kept: dict[str, jax.Array]
     needs: tuple[str, ...]
 
 
@@ -96,8 +96,12 @@ def _call(
 
 
 def _forward(inputs: Inputs) -> dict[str, jax.Array]:
-    found = _call("forward", inputs, inputs.operands(), ("out", "lse", "row_max", "row_sum"))
+    found = _call("forward", inputs, inputs.operands(), tuple(dict.fromkeys(("out", "lse", *_kept(inputs)))))
     return {name: checkpoint_name(array, RESIDUALS) for name, array in found.items()}
+
+
+def _kept(inputs: Inputs) -> tuple[str, ...]:
+    return _ffi.HANDLERS[inputs.engine].kept
 
 
 @jax.custom_vjp
@@ -112,7 +116,7 @@ def _attention_fwd(primals: Any) -> tuple[tuple[jax.Array, jax.Array], _Residual
     present = ((name, getattr(primals, name)) for name in _DIFFERENTIABLE)
     needs = tuple(name for name, primal in present if primal is not None and primal.perturbed)
     found = _forward(inputs)
-    return (found["out"], found["lse"]), _Residuals(inputs, found["row_max"], found["row_sum"], needs)
+    return (found["out"], found["lse"]), _Residuals(inputs, {name: found[name] for name in _kept(inputs)}, needs)
 
 
 def _attention_bwd(residuals: _Residuals, cotangents: tuple[Any, Any]) -> tuple[Inputs]:
@@ -120,7 +124,7 @@ def _attention_bwd(residuals: _Residuals, cotangents: tuple[Any, Any]) -> tuple[
     gradients: dict[str, jax.Array] = {}
     if needs:
         dout, dlse = cotangents
-        operands = inputs.operands() | {"row_max": residuals.row_max, "row_sum": residuals.row_sum}
+        operands = inputs.operands() | residuals.kept
         operands["dout"] = jnp.zeros(dout.shape, dout.dtype) if _is_zero(dout) else dout
         if not _is_zero(dlse):
             operands["dlse"] = dlse
