@@ -13,6 +13,7 @@ from attn_spec import Problem, UnsupportedProblem
 from attn_spec._errors import UnknownName
 from attn_spec._validation import ArrayInfo, describe
 
+from attn_jax_rocm_sink import _xla
 from attn_jax_rocm_sink._arrays import info, integers, is_integer, platform, seed_words
 from attn_jax_rocm_sink._engines import ENGINES, select
 from attn_jax_rocm_sink._vjp import Inputs, attention_with_lse
@@ -64,7 +65,8 @@ def attention(
         dropout_seed: 64-bit integer, or a scalar integer array (it may be traced).
         return_lse: also return the log-sum-exp.
         contract: name of an arithmetic contract; None is the default one.
-        engine: "host"; None takes the engine of the device.
+        engine: "host", or "xla" (plain jax.numpy on any device, outside every contract, [B, H, S, T] memory); None takes the engine of
+            the device and never "xla".
 
     Returns:
         ``out`` [B, H, S, V] in the dtype of v, or ``(out, lse)`` with lse float32 [B, H, S], natural logarithm, sink included. A row
@@ -132,7 +134,8 @@ def _run(arguments: dict[str, Any], out_dtype: str | None) -> Outputs:
         dropout_p=float(arguments["dropout_p"]),
         out_dtype=out_dtype or problem.dtype,
     )
-    out, lse = attention_with_lse(inputs)
+    run = _xla.attention_with_lse if arguments["engine"] == _xla.NAME else attention_with_lse
+    out, lse = run(inputs)
     return (out, lse) if arguments["return_lse"] else out
 
 
@@ -143,23 +146,28 @@ def _check(arguments: dict[str, Any]) -> Problem:
         if is_integer(arrays[name]) or isinstance(arrays[name], bool):
             options[name] = arrays.pop(name)
     named = arguments["engine"]
-    if named is not None and named not in ENGINES:
-        raise UnknownName(f"engine of {NAME}", named, ENGINES)
-    device = platform(arrays, ENGINES[named].capabilities.devices[0] if named is not None else None)
+    if named is not None and named != _xla.NAME and named not in ENGINES:
+        raise UnknownName(f"engine of {NAME}", named, (*ENGINES, _xla.NAME))
+    device = platform(arrays, ENGINES[named].capabilities.devices[0] if named in ENGINES else None)
     described: dict[str, ArrayInfo | None] = {name: info(name, array, device) for name, array in arrays.items()}
     if "kv_lengths" in options:
         described["kv_lengths"] = _described_lengths(options.pop("kv_lengths"), described["q"], device)
     problem = describe("attention", described, options, contract=arguments["contract"])
-    engine = ENGINES[named or select(device)]
-    reasons = engine.capabilities.reasons(problem)
-    if not reasons:
-        state = engine.unavailable()
-        reasons = () if state is None else (state,)
+    reasons = _xla.reasons(arguments["contract"]) if named == _xla.NAME else _engine_reasons(problem, named or select(device))
     if reasons:
         from attn_spec._registry import runners
 
         raise UnsupportedProblem(NAME, reasons, problem, runners(problem, without=NAME))
     return problem
+
+
+def _engine_reasons(problem: Problem, name: str) -> tuple[str, ...]:
+    engine = ENGINES[name]
+    reasons = engine.capabilities.reasons(problem)
+    if reasons:
+        return reasons
+    state = engine.unavailable()
+    return () if state is None else (state,)
 
 
 def _described_lengths(value: Any, q: ArrayInfo | None, device: str) -> ArrayInfo:
