@@ -14,7 +14,7 @@ from attn_spec._errors import UnknownName
 from attn_spec._validation import ArrayInfo, describe
 
 from attn_jax_rocm_sink import _xla
-from attn_jax_rocm_sink._arrays import info, integers, is_integer, platform, seed_words
+from attn_jax_rocm_sink._arrays import are_seed_words, info, integers, is_integer, platform, seed_words
 from attn_jax_rocm_sink._engines import ENGINES, select
 from attn_jax_rocm_sink._vjp import Inputs, attention_with_lse
 
@@ -62,7 +62,7 @@ def attention(
         sinks: [H] logits after scaling, any of the three dtypes; -inf is no sink, 0 is off-by-one softmax.
         bias: [B|1, H|1, S|1, T|1], added after scaling; -inf masks.
         dropout_p: probability that a pair is dropped after normalisation; it needs ``dropout_seed``.
-        dropout_seed: 64-bit integer, or a scalar integer array (it may be traced).
+        dropout_seed: 64-bit integer, a scalar integer array, or uint32 [2], low word first; the arrays may be traced.
         return_lse: also return the log-sum-exp.
         contract: name of an arithmetic contract; None is the default one.
         engine: "host", or "xla" (plain jax.numpy on any device, outside every contract, [B, H, S, T] memory); None takes the engine of
@@ -142,6 +142,8 @@ def _run(arguments: dict[str, Any], out_dtype: str | None) -> Outputs:
 def _check(arguments: dict[str, Any]) -> Problem:
     arrays = {name: arguments[name] for name in ("q", "k", "v", "key_padding_mask", *_INTEGERS, "sinks", "bias")}
     options = {name: arguments[name] for name in _OPTIONS}
+    if are_seed_words(options["dropout_seed"]):
+        del options["dropout_seed"]
     for name in _INTEGERS:
         if is_integer(arrays[name]) or isinstance(arrays[name], bool):
             options[name] = arrays.pop(name)
