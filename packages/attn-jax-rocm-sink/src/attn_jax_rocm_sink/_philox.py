@@ -14,7 +14,7 @@ _WEYL = (0x9E3779B9, 0xBB67AE85)
 _ROUNDS = 10
 
 
-def kept_pairs(probability: float, seed: jax.Array, shape: tuple[int, int, int, int]) -> jax.Array:
+def kept_pairs(probability: float, seed: jax.Array, shape: tuple[int, ...]) -> jax.Array:
     """bool ``shape`` = [B, H, S, T], True where a pair survives. ``seed`` is uint32 [2], low word first; it may be traced."""
     if probability == 1.0:
         return jnp.zeros(shape, bool)

@@ -6,7 +6,7 @@ Sums are XLA's, in float32 at the highest precision, over whole score matrices [
 from __future__ import annotations
 
 import dataclasses
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -80,7 +80,7 @@ def _backward(inputs: Inputs, cotangents: tuple[jax.Array, jax.Array]) -> tuple[
         found["bias"] = full.sum([axis for axis, size in enumerate(inputs.bias.shape) if size != full.shape[axis]], keepdims=True)
     # None is a zero cotangent; integer and boolean operands have no other.
     arrays = [field.name for field in dataclasses.fields(inputs) if isinstance(getattr(inputs, field.name), (jax.Array, np.ndarray))]
-    gradients = {name: found[name].astype(getattr(inputs, name).dtype) if name in found else None for name in arrays}
+    gradients: dict[str, Any] = {name: found[name].astype(getattr(inputs, name).dtype) if name in found else None for name in arrays}
     return (dataclasses.replace(inputs, **gradients),)
 
 
