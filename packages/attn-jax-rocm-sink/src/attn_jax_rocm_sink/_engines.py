@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
@@ -34,6 +35,17 @@ def _host_unavailable() -> str | None:
     return None
 
 
+def _hip_unavailable() -> str | None:
+    reason = _ffi.load("hip").reason
+    if reason is not None:
+        return reason
+    try:
+        jax.local_devices(backend="rocm")
+    except RuntimeError as error:
+        return f"JAX has no ROCm platform here: {error}"
+    return None
+
+
 _ATTENTION = OperatorSupport(
     features=frozenset(
         {
@@ -58,7 +70,13 @@ ENGINES: Mapping[str, Engine] = {
         Capabilities(devices=("cpu",), operators={"attention": _ATTENTION}),
         _host_unavailable,
         lambda: _ffi.load().fingerprint,
-    )
+    ),
+    "hip": Engine(
+        "hip",
+        Capabilities(devices=("rocm",), operators={"attention": dataclasses.replace(_ATTENTION, max_head_dim=256)}),
+        _hip_unavailable,
+        lambda: _ffi.load("hip").fingerprint,
+    ),
 }
 
 

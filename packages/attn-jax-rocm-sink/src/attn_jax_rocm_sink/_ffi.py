@@ -44,6 +44,7 @@ class Handlers:
 _ROW_STATE = ("row_max", "row_sum")
 HANDLERS: dict[str, Handlers] = {
     "host": Handlers("libattn_jax_rocm_sink.so", "missing.txt", "cpu", _ROW_STATE),
+    "hip": Handlers("libattn_jax_rocm_sink_hip.so", "missing-hip.txt", "ROCM", _ROW_STATE),
 }
 
 
