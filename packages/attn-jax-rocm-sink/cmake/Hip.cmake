@@ -6,6 +6,7 @@ set(ATTN_HIP_ROCM "" CACHE PATH "ROCm folder; empty: ROCM_PATH of the environmen
 set(ATTN_HIP_COMPILER "" CACHE FILEPATH "clang++ for HIP; empty: that of the ROCm folder")
 set(ATTN_HIP_RUNTIME "" CACHE FILEPATH "libamdhip64.so to link; empty: that of the ROCm folder")
 set(ATTN_HIP_ARCHITECTURES "gfx90a;gfx942;gfx950" CACHE STRING "AMD GPUs that the kernels are compiled for")
+set(ATTN_HIP_FLAGS "" CACHE STRING "further flags for the kernels, which must not change their arithmetic")
 
 # Variables rocm, compiler and runtime in the caller's scope, or reason.
 macro(_attn_find_hip)
@@ -46,7 +47,7 @@ function(attn_add_hip_engine jaxlib_dir jaxlib_version)
   endif()
   set(csrc "${CMAKE_CURRENT_SOURCE_DIR}/csrc")
   file(GLOB sources CONFIGURE_DEPENDS "${csrc}/*.h" "${csrc}/hip/*" "${csrc}/xla/*" "${ATTN_INCLUDE_DIR}/attn/*.h")
-  set(flags -O3 -std=c++17 -fPIC -fvisibility=hidden -ffp-contract=off -Wall -Wextra)
+  set(flags -O3 -std=c++17 -fPIC -fvisibility=hidden -ffp-contract=off -Wall -Wextra ${ATTN_HIP_FLAGS})
   foreach(architecture IN LISTS ATTN_HIP_ARCHITECTURES)
     list(APPEND flags --offload-arch=${architecture})
   endforeach()

@@ -36,18 +36,19 @@ struct BiasBlock {
   }
 };
 
-// dS of queries [query, query + rows) of a head and 256 stored keys from `first_key`, masked where there is no such pair.
-__device__ inline void bias_pairs(const BackwardArguments& arguments, const Item& item, int64_t head, int64_t query, int rows,
-                                  int64_t first_key, BiasGradientShared& shared) {
+// dS of queries [query, query + rows) of head `in_group` of a kv head and 256 stored keys from `first_key`, masked where there is no such
+// pair.
+__device__ inline void bias_pairs(const BackwardArguments& arguments, const Item& item, int64_t kv_head, int64_t in_group, int64_t query,
+                                  int rows, int64_t first_key, BiasGradientShared& shared) {
   const Attention& attention = arguments.attention;
   const Tensors& tensors = attention.tensors;
   const Array q = as_q(attention, tensors.q), k = as_k(attention, tensors.k), v = as_v(attention, tensors.v);
   const Array dout = as_out(attention, tensors.dout);
   const int thread = static_cast<int>(threadIdx.x);
-  const int64_t kv_head = head / attention.group, end_of_rows = attention.group * item.queries;
+  const int64_t end_of_rows = attention.group * item.queries;
   if (thread < kOwned) {
     const bool exists = thread < rows && query + thread < item.queries;
-    const int64_t row = exists ? head % attention.group * item.queries + query + thread : end_of_rows;
+    const int64_t row = exists ? in_group * item.queries + query + thread : end_of_rows;
     shared.rows[thread] = stored_query(arguments, item, kv_head, row);
   }
   __syncthreads();
@@ -101,15 +102,17 @@ __global__ void __launch_bounds__(kThreads) attention_bias_gradient_kernel(const
     for (int64_t batch = block.batch; batch < block.last_batch; ++batch) {
       const Item item = item_of(attention, batch);
 #pragma unroll 1
-      for (int64_t head = block.head; head < block.last_head; ++head)
+      for (int64_t head = block.head; head < block.last_head; ++head) {
+        const int64_t kv_head = head / attention.group, in_group = head - kv_head * attention.group;
 #pragma unroll 1
         for (int64_t query = block.first_query; query < block.last_query; query += block.rows)
 #pragma unroll 1
           for (int64_t key = block.first_key; key < block.last_key; key += kTile) {
-            bias_pairs(arguments, item, head, query, block.rows, key, shared);
+            bias_pairs(arguments, item, kv_head, in_group, query, block.rows, key, shared);
             add_pairs(block, shared);
             __syncthreads();
           }
+      }
     }
     const int64_t key = block.first_key + thread;
 #pragma unroll 1
