@@ -233,7 +233,7 @@ def aarch64(session: nox.Session) -> None:
 
 @nox.session
 def clang(session: nox.Session) -> None:
-    """Compile the arithmetic headers and the HIP kernels for the supported AMD GPUs, and check what their code objects contain and compute."""
+    """Compile the arithmetic headers and the HIP kernels for the supported AMD GPUs; check what the code objects contain and compute."""
     require(session, CLANG, f"{CLANG.replace('++', '')} lld-22")
     require(session, "llvm-objdump-22", "llvm-22")
     require(session, "clang-offload-bundler-22", "clang-tools-22")
