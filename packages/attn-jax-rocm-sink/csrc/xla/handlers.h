@@ -4,6 +4,7 @@
 
 #include <exception>
 
+#include "answer.h"
 #include "call.h"
 
 namespace attn::engine {
@@ -30,13 +31,6 @@ inline ffi::Error run(const Engine& engine, Pass pass, Memory memory, void* stre
     config.device = device;
     Call(engine, pass, memory, config, name_buffers(operand_names, arguments), name_buffers(result_names, returns)).run(stream);
   });
-}
-
-// Text that lives until the thread's next question.
-inline const char* answer(std::string text) {
-  thread_local std::string kept;
-  kept = std::move(text);
-  return kept.c_str();
 }
 
 inline const char* answer_supports(const Engine& engine, int64_t pass, const int64_t* words, int64_t count) {

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -28,22 +28,26 @@ _PASS = {FORWARD: 0, BACKWARD: 1}
 class Handlers:
     """Where the handlers of an engine are: the library, the file that says why it was not built, and the platform of XLA that runs it.
 
-    ``kept`` names the results of forward that backward needs besides its inputs.
+    ``kept`` names the results of forward that backward needs besides its inputs; ``devices`` gives the indices of the devices that a
+    traced call may run on, where the workspace depends on the device. ``on_host`` engines convert small operands themselves.
     """
 
     library: str
     missing: str
     platform: str
     kept: tuple[str, ...]
+    devices: Callable[[], tuple[int, ...]] = lambda: (0,)
+    on_host: bool = False
 
-    @property
-    def on_host(self) -> bool:
-        return self.platform == "cpu"
+
+def _cuda_devices() -> tuple[int, ...]:
+    return tuple(device.local_hardware_id for device in jax.local_devices(backend="cuda"))
 
 
 _ROW_STATE = ("row_max", "row_sum")
 HANDLERS: dict[str, Handlers] = {
-    "host": Handlers("libattn_jax_rocm_sink.so", "missing.txt", "cpu", _ROW_STATE),
+    "host": Handlers("libattn_jax_rocm_sink.so", "missing.txt", "cpu", _ROW_STATE, on_host=True),
+    "cuda": Handlers("libattn_jax_rocm_sink.so", "missing.txt", "CUDA", _ROW_STATE, _cuda_devices),
     "hip": Handlers("libattn_jax_rocm_sink_hip.so", "missing-hip.txt", "ROCM", _ROW_STATE),
 }
 
@@ -130,6 +134,16 @@ def plan(engine: str, direction: str, config: Config) -> tuple[int, tuple[Part, 
     return int(total), tuple(Part(name, int(offset), int(size)) for name, offset, size in (part.split(" ") for part in parts))
 
 
+def workspace_bytes(engine: str, direction: str, config: Config) -> int:
+    """Bytes that the call needs on any device of this process, since a traced call may run on each."""
+    sizes = []
+    for index in HANDLERS[engine].devices():
+        config.device = index
+        sizes.append(plan(engine, direction, config)[0])
+    config.device = 0
+    return max(sizes)
+
+
 def call(
     direction: str, operands: Mapping[str, jax.Array], results: Mapping[str, jax.ShapeDtypeStruct], attributes: Mapping[str, Any]
 ) -> dict[str, jax.Array]:
@@ -140,7 +154,7 @@ def call(
     engine = attributes["engine"]
     config = config_of(operands, results, {name: value for name, value in attributes.items() if name != "engine"})
     load(engine)
-    workspace, _ = plan(engine, direction, config)
+    workspace = workspace_bytes(engine, direction, config)
     returned = dict(results)
     if not HANDLERS[engine].on_host:
         operands = on_device(operands)
