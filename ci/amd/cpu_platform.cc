@@ -1,6 +1,9 @@
 // Test code. Lets XLA's CPU platform call the handlers of the hip engine's library, which ask for a stream: the call frame goes through
-// unchanged but for the two functions that answer what only a device has, its stream and its index.
-#include "xla/ffi/api/c_api.h"
+// unchanged but for the two functions that answer what only a device has, its stream and its index. Results and the workspace are filled
+// with 0xFF bytes first, which are NaN in every float type: what a kernel leaves out shows.
+#include <cstring>
+
+#include "xla/ffi/api/ffi.h"
 
 extern "C" XLA_FFI_Error* attn_jax_rocm_sink_hip_forward(XLA_FFI_CallFrame* frame);
 extern "C" XLA_FFI_Error* attn_jax_rocm_sink_hip_backward(XLA_FFI_CallFrame* frame);
@@ -18,7 +21,17 @@ XLA_FFI_Error* first_device(XLA_FFI_DeviceOrdinal_Get_Args* arguments) {
   return nullptr;
 }
 
+void poison(const XLA_FFI_Rets& results) {
+  for (int64_t i = 0; i < results.size; ++i) {
+    const auto* buffer = static_cast<const XLA_FFI_Buffer*>(results.rets[i]);
+    size_t bytes = xla::ffi::ByteWidth(static_cast<xla::ffi::DataType>(buffer->dtype));
+    for (int64_t axis = 0; axis < buffer->rank; ++axis) bytes *= static_cast<size_t>(buffer->dims[axis]);
+    if (bytes != 0) std::memset(buffer->data, 0xFF, bytes);
+  }
+}
+
 XLA_FFI_Error* call(XLA_FFI_Handler* handler, XLA_FFI_CallFrame* frame) {
+  poison(frame->rets);  // none while XLA asks for the handler's metadata
   XLA_FFI_Api api = *frame->api;
   api.XLA_FFI_Stream_Get = default_stream;
   api.XLA_FFI_DeviceOrdinal_Get = first_device;

@@ -10,7 +10,7 @@ struct KeyGradientShared {
   OwnedRows k, v;
   Pairs probs, gradients;
   int64_t queries[kTile], upstream[kTile];  // element offsets of the streamed rows of q and dout
-  int any;                                  // whether a streamed row sees an owned key
+  int any[kOwned];                          // whether a streamed row of these lanes' wavefront sees an owned key
 };
 
 __device__ inline void load_owned_keys(const Array& array, const Work& work, OwnedRows& to) {
@@ -19,6 +19,12 @@ __device__ inline void load_owned_keys(const Array& array, const Work& work, Own
     const int64_t key = work.first + r;
     load_owned(array, key < work.item.count ? key_offset(array, work.item, work.kv_head, key) : kNoRow, to[r]);
   }
+}
+
+__device__ inline bool any_of(const int (&flags)[kOwned]) {
+  bool any = false;
+  for (const int flag : flags) any |= flag != 0;
+  return any;
 }
 
 // Factors of dO and dS of the thread's row and the owned keys.
@@ -65,15 +71,14 @@ __global__ void __launch_bounds__(kThreads) attention_key_gradient_kernel(const 
     float dk[kOwned] = {}, dv[kOwned] = {};
 #pragma unroll 1
     for (int64_t first_row = 0; first_row < rows; first_row += kTile) {
-      if (thread == 0) shared.any = 0;
-      __syncthreads();
       const Query query = stored_query(arguments, work.item, work.kv_head, first_row + thread);
       const bool sees = !query.seen.empty() && query.seen.begin < work.first + kOwned && query.seen.end > work.first;
       shared.queries[thread] = sees ? query_offset(q, work.item, query.row) : kNoRow;
       shared.upstream[thread] = sees ? query_offset(dout, work.item, query.row) : kNoRow;
-      if (sees) shared.any = 1;  // the same value from every thread
+      const int any = __any(sees);
+      if (lane() == 0) shared.any[row_of_lane()] = any;
       __syncthreads();
-      if (shared.any != 0) {
+      if (any_of(shared.any)) {
         key_pairs(arguments, work, query, shared);
         __syncthreads();
         const int count = static_cast<int>(smaller(kTile, rows - first_row));
