@@ -115,10 +115,8 @@ def merge_partials(parts: Sequence[Partials], *, sinks: Tensor | None = None) ->
         raise ValueError("merge_partials: at least one part is needed")
     for before, after in zip(parts, parts[1:], strict=False):
         if after.first < before.first + before.segments:
-            ends = before.first + before.segments - 1
-            raise ValueError(
-                f"merge_partials: parts must ascend and cut keys at multiples of {SEGMENT}; segment {after.first} comes after segment {ends}"
-            )
+            order = f"segment {after.first} comes after segment {before.first + before.segments - 1}"
+            raise ValueError(f"merge_partials: parts must ascend and cut keys at multiples of {SEGMENT}; {order}")
     states = [State(part.n[index], part.l[index], part.o[index]) for part in parts for index in range(part.segments)]
     return _merged(states, sinks, parts[0].dtype)
 
