@@ -110,7 +110,7 @@ def forward_fp32(*arguments: Any, **keywords: Any) -> Outputs:
 
 def _run(arguments: dict[str, Any], out_dtype: str | None) -> Outputs:
     arguments["scale"] = _known_scale(arguments["scale"])
-    problem = _check(arguments)
+    problem, engine = _check(arguments)
     if arguments["dropout_p"] > 0.0 and arguments["dropout_seed"] is None:
         raise ValueError("attention: dropout_p > 0 needs dropout_seed: JAX has no default generator to draw one from")
     left, right = (-1 if side is None else int(side) for side in (arguments["window"] or (None, None)))
@@ -133,13 +133,14 @@ def _run(arguments: dict[str, Any], out_dtype: str | None) -> Outputs:
         window_right=right,
         dropout_p=float(arguments["dropout_p"]),
         out_dtype=out_dtype or problem.dtype,
+        engine=engine,
     )
-    run = _xla.attention_with_lse if arguments["engine"] == _xla.NAME else attention_with_lse
+    run = _xla.attention_with_lse if engine == _xla.NAME else attention_with_lse
     out, lse = run(inputs)
     return (out, lse) if arguments["return_lse"] else out
 
 
-def _check(arguments: dict[str, Any]) -> Problem:
+def _check(arguments: dict[str, Any]) -> tuple[Problem, str]:
     arrays = {name: arguments[name] for name in ("q", "k", "v", "key_padding_mask", *_INTEGERS, "sinks", "bias")}
     options = {name: arguments[name] for name in _OPTIONS}
     if are_seed_words(options["dropout_seed"]):
@@ -155,12 +156,13 @@ def _check(arguments: dict[str, Any]) -> Problem:
     if "kv_lengths" in options:
         described["kv_lengths"] = _described_lengths(options.pop("kv_lengths"), described["q"], device)
     problem = describe("attention", described, options, contract=arguments["contract"])
-    reasons = _xla.reasons(arguments["contract"]) if named == _xla.NAME else _engine_reasons(problem, named or select(device))
+    chosen = named or select(device)
+    reasons = _xla.reasons(arguments["contract"]) if chosen == _xla.NAME else _engine_reasons(problem, chosen)
     if reasons:
         from attn_spec._registry import runners
 
         raise UnsupportedProblem(NAME, reasons, problem, runners(problem, without=NAME))
-    return problem
+    return problem, chosen
 
 
 def _engine_reasons(problem: Problem, name: str) -> tuple[str, ...]:

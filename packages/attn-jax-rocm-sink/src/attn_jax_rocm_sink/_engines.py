@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import jax
 from attn_spec import Capabilities, OperatorSupport
 
-from attn_jax_rocm_sink import _ffi
+from attn_jax_rocm_sink import _cuda, _ffi
 
 __all__ = ["ENGINES", "Engine", "select"]
 
@@ -34,31 +34,23 @@ def _host_unavailable() -> str | None:
     return None
 
 
-_ATTENTION = OperatorSupport(
-    features=frozenset(
-        {
-            "bias",
-            "causal",
-            "dropout",
-            "gradient",
-            "k_start",
-            "key_padding_mask",
-            "kv_lengths",
-            "q_start",
-            "return_lse",
-            "sinks",
-            "window",
-        }
-    )
+_FEATURES = frozenset(
+    {"bias", "causal", "dropout", "gradient", "k_start", "key_padding_mask", "kv_lengths", "q_start", "return_lse", "sinks", "window"}
 )
 
 ENGINES: Mapping[str, Engine] = {
     "host": Engine(
         "host",
-        Capabilities(devices=("cpu",), operators={"attention": _ATTENTION}),
+        Capabilities(devices=("cpu",), operators={"attention": OperatorSupport(_FEATURES)}),
         _host_unavailable,
         lambda: _ffi.load().fingerprint,
-    )
+    ),
+    "cuda": Engine(
+        "cuda",
+        Capabilities(devices=("cuda",), operators={"attention": OperatorSupport(_FEATURES - {"dropout"}, max_head_dim=256)}),
+        _cuda.unavailable,
+        lambda: f"{_ffi.load('cuda').fingerprint}+attn-cuda-{_cuda.load().fingerprint}",
+    ),
 }
 
 

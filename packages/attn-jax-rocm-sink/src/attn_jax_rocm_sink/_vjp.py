@@ -9,7 +9,6 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 
 from attn_jax_rocm_sink import _ffi
 
@@ -17,7 +16,7 @@ __all__ = ["Inputs", "attention_with_lse"]
 
 _DIFFERENTIABLE = ("q", "k", "v", "sinks", "bias")
 _ARRAYS = ("q", "k", "v", "key_padding_mask", "kv_lengths", "q_start", "k_start", "sinks", "bias", "dropout_seed")
-_STATIC = ("causal", "scale", "window_left", "window_right", "dropout_p", "out_dtype")
+_STATIC = ("causal", "scale", "window_left", "window_right", "dropout_p", "out_dtype", "engine")
 
 
 @partial(jax.tree_util.register_dataclass, data_fields=list(_ARRAYS), meta_fields=list(_STATIC))
@@ -46,6 +45,7 @@ class Inputs:
     window_right: int
     dropout_p: float
     out_dtype: str
+    engine: str
 
     def operands(self) -> dict[str, jax.Array]:
         """The arrays that are present: the one place that decides it, for forward and backward alike."""
@@ -53,22 +53,22 @@ class Inputs:
 
     def attributes(self) -> dict[str, Any]:
         return {
+            "engine": self.engine,
             "causal": self.causal,
-            "window_left": np.int64(self.window_left),
-            "window_right": np.int64(self.window_right),
-            "scale": np.float32(self.scale),
-            "dropout_p": np.float64(self.dropout_p),
+            "window_left": self.window_left,
+            "window_right": self.window_right,
+            "scale": self.scale,
+            "dropout_p": self.dropout_p,
         }
 
 
-@partial(jax.tree_util.register_dataclass, data_fields=["inputs", "row_max", "row_sum"], meta_fields=["needs"])
+@partial(jax.tree_util.register_dataclass, data_fields=["inputs", "kept"], meta_fields=["needs"])
 @dataclass(frozen=True)
 class _Residuals:
-    """What the backward pass keeps: inputs, the softmax row state [B, H, S], and the names of the inputs whose gradient is asked for."""
+    """What the backward pass keeps: inputs, the results of forward that the engine needs, and the inputs whose gradient is asked for."""
 
     inputs: Inputs
-    row_max: jax.Array
-    row_sum: jax.Array
+    kept: dict[str, jax.Array]
     needs: tuple[str, ...]
 
 
@@ -79,7 +79,12 @@ def _struct(shape: tuple[int, ...], dtype: Any) -> jax.ShapeDtypeStruct:
 def _forward(inputs: Inputs) -> dict[str, jax.Array]:
     rows = _struct(inputs.q.shape[:3], jnp.float32)
     out = _struct((*inputs.q.shape[:3], inputs.v.shape[3]), jnp.dtype(inputs.out_dtype))
-    return _ffi.call(_ffi.FORWARD, inputs.operands(), {"out": out, "lse": rows, "row_max": rows, "row_sum": rows}, inputs.attributes())
+    results = {"out": out, "lse": rows} | {name: rows for name in ("row_max", "row_sum") if name in _kept(inputs)}
+    return _ffi.call(_ffi.FORWARD, inputs.operands(), results, inputs.attributes())
+
+
+def _kept(inputs: Inputs) -> tuple[str, ...]:
+    return _ffi.HANDLERS[inputs.engine].kept
 
 
 @jax.custom_vjp
@@ -94,7 +99,7 @@ def _attention_fwd(primals: Any) -> tuple[tuple[jax.Array, jax.Array], _Residual
     present = ((name, getattr(primals, name)) for name in _DIFFERENTIABLE)
     needs = tuple(name for name, primal in present if primal is not None and primal.perturbed)
     found = _forward(inputs)
-    return (found["out"], found["lse"]), _Residuals(inputs, found["row_max"], found["row_sum"], needs)
+    return (found["out"], found["lse"]), _Residuals(inputs, {name: found[name] for name in _kept(inputs)}, needs)
 
 
 def _attention_bwd(residuals: _Residuals, cotangents: tuple[Any, Any]) -> tuple[Inputs]:
@@ -102,7 +107,7 @@ def _attention_bwd(residuals: _Residuals, cotangents: tuple[Any, Any]) -> tuple[
     gradients: dict[str, jax.Array] = {}
     if needs:
         dout, dlse = cotangents
-        operands = inputs.operands() | {"row_max": residuals.row_max, "row_sum": residuals.row_sum}
+        operands = inputs.operands() | residuals.kept
         operands["dout"] = jnp.zeros(dout.shape, dout.dtype) if _is_zero(dout) else dout
         if not _is_zero(dlse):
             operands["dlse"] = dlse
