@@ -233,11 +233,12 @@ def aarch64(session: nox.Session) -> None:
 
 @nox.session
 def clang(session: nox.Session) -> None:
-    """Compile the arithmetic headers as HIP device code for the supported AMD GPUs and find no contraction outside the fused chain."""
+    """Compile the arithmetic headers and the HIP kernels for the supported AMD GPUs; check what the code objects contain and compute."""
     require(session, CLANG, f"{CLANG.replace('++', '')} lld-22")
-    session.install("-c", TESTED, "pytest")
-    session.install("-c", CPU, "--no-deps", "triton")
-    session.run("pytest", "ci/amd")
+    require(session, "llvm-objdump-22", "llvm-22")
+    require(session, "clang-offload-bundler-22", "clang-tools-22")
+    install_everything(session)
+    session.run("pytest", *(session.posargs or ["ci/amd"]))
 
 
 @nox.session(python="3.12")
