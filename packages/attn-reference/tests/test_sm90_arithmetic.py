@@ -1,4 +1,4 @@
-"""The tensor-core step and ex2 of sm90-v1: the samples of an H200, the statements of the text, and the host kernels against the definition."""
+"""The tensor-core step and ex2 of sm90-v1: samples of an H200, the statements of the text, the host kernels against the definition."""
 
 from __future__ import annotations
 
@@ -15,7 +15,9 @@ from attn_spec._sm90 import ex2_table, score_factor
 from sm90_problems import DTYPES, same_bytes
 from torch import Tensor
 
-SAMPLES = Path(__file__).parent / "data" / "sm90_mma_k16_samples.npz"
+DATA = Path(__file__).parent / "data"
+SAMPLES = DATA / "sm90_mma_k16_samples.npz"
+MORE_SAMPLES = DATA / "sm90_register_and_ex2_samples.npz"
 NAMES = {"bf16": torch.bfloat16, "fp16": torch.float16}
 VARIANTS = HostKernels.variants()
 
@@ -44,8 +46,27 @@ def test_the_compiled_step_gives_the_bits_of_the_gpu(variant: str) -> None:
             assert same_bytes(HostKernels(variant, 1).sm90_chain(a[index], b[index], c[index]), d[index]), name
 
 
+@pytest.mark.parametrize("name", NAMES)
+def test_steps_with_a_register_operand_give_the_bits_of_the_gpu(name: str) -> None:
+    with np.load(MORE_SAMPLES) as stored:
+        a, b, c, d = (torch.from_numpy(stored[f"{name}_register_{part}"]) for part in "ABCD")
+    a, b = a.view(NAMES[name]), b.view(NAMES[name])
+    assert same_bytes(chain(a, b, c), d)
+    for variant in VARIANTS:
+        assert same_bytes(HostKernels(variant, 1).sm90_chain(a, b, c), d), variant
+
+
+@pytest.mark.parametrize("name", ("ex2", "ex2_random"))
+def test_ex2_gives_the_bits_of_the_gpu(name: str) -> None:
+    with np.load(MORE_SAMPLES) as stored:
+        x, y = (torch.from_numpy(stored[f"{name}_{part}"]) for part in "xy")
+    assert x.numel() >= 8192
+    assert same_bytes(ex2(x), y)
+    assert not same_bytes(torch.exp2(x), y)
+
+
 def test_other_roundings_are_not_the_gpu_s() -> None:
-    """The sums of one step rounded once, and terms that keep three more bits, differ from the samples."""
+    """The exact sum of a step, rounded once, differs from the samples."""
     for name, a, b, c, d in samples():
         exact = (a.double().unsqueeze(-1) * b.double().unsqueeze(-3)).sum(-2) + c.double()
         assert not same_bytes(exact.float(), d), name
@@ -151,6 +172,8 @@ def test_ex2_truncates_and_scales() -> None:
         kept = (whole + large).float().double() == whole + large
         assert same_bytes(ex2(-(whole + large[kept]).float()), base[kept] * 2.0**-whole)
     positive = torch.arange(1, (1 << 23) - 2, 4099)
+    last = torch.tensor([1.0, 2.0]) - torch.tensor([2.0**-24, 2.0**-23])
+    assert same_bytes(ex2(last), torch.tensor([2.0, 4.0]) * (1 - 2.0**-24))
     beside = torch.tensor(ex2_table())[positive + 1] * 2
     assert same_bytes(ex2(positive.float() / (1 << 23)), beside)
 

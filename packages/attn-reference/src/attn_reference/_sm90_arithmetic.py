@@ -1,4 +1,4 @@
-"""The operations of ``sm90-v1`` beyond IEEE ones: the tensor-core step, ex2, and sums by halves. On any device, from plain torch operations.
+"""The operations of ``sm90-v1`` beyond IEEE ones: the tensor-core step, ex2, and sums by halves. Plain torch operations, any device.
 
 Source: docs/contracts/sm90-v1.md, section 1.
 """
@@ -70,8 +70,9 @@ def _toward_zero(x: Tensor) -> Tensor:
 
 @cache
 def _table(device: torch.device) -> Tensor:
-    """ex2 at ``(i - 2^23) / 2^23`` for i in 0 .. 2^23, float64."""
-    return torch.cat((torch.tensor(ex2_table()), torch.ones(1))).double().to(device)
+    """ex2 at ``(i - 2^23) / 2^23`` for i in 0 .. 2^23, and what stands for the last of them above zero; float64."""
+    ends = torch.tensor([1.0, 1.0 - 2.0**-24], dtype=torch.float64)
+    return torch.cat((torch.tensor(ex2_table()).double(), ends)).to(device)
 
 
 def ex2(x: Tensor) -> Tensor:
@@ -80,8 +81,9 @@ def ex2(x: Tensor) -> Tensor:
     whole = magnitude.floor()
     part = ((magnitude - whole) * _GRID).long()
     positive = x > 0
-    # Above zero the instruction's grid lies one step beside the one below; both give 1 at the integers.
-    mantissa = _table(x.device)[torch.where(positive, part + 1, _GRID - part)]
+    # Above zero the instruction's grid lies one step beside the one below.
+    beside = torch.where(part == _GRID - 1, _GRID + 1, part + 1)
+    mantissa = _table(x.device)[torch.where(positive, beside, _GRID - part)]
     value = mantissa * _power_of_two(torch.where(positive, whole + 1, -whole).clamp(-1022, 1023))
     value = torch.where(value < 2.0**-126, 0.0, value).float()
     return torch.where(torch.isfinite(x), value, torch.where(torch.isnan(x), x, torch.where(positive, torch.inf, 0.0)))

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from attn_spec import UnsupportedProblem
@@ -72,9 +73,9 @@ def attention_partial(
 
     Source: docs/contracts/sm90-v1.md, sections 3 and 5.
     """
-    options = {"causal": causal, "scale": scale, "window": window, "k_start": k_start}
-    arrays = {"q": q, "k": k, "v": v, "kv_lengths": kv_lengths}
-    (arrays if isinstance(q_start, Tensor) else options)["q_start"] = q_start  # type: ignore[index]
+    options: dict[str, Any] = {"causal": causal, "scale": scale, "window": window, "k_start": k_start}
+    arrays: dict[str, Any] = {"q": q, "k": k, "v": v, "kv_lengths": kv_lengths}
+    (arrays if isinstance(q_start, Tensor) else options)["q_start"] = q_start
     _CHECK("attention", arrays, options, CONTRACT, q, k, v)
     if torch.is_grad_enabled() and any(tensor.requires_grad for tensor in (q, k, v)):
         raise UnsupportedProblem("attention_partial", ["gradients (attention has them)"])
@@ -115,10 +116,8 @@ def merge_partials(parts: Sequence[Partials], *, sinks: Tensor | None = None) ->
         raise ValueError("merge_partials: at least one part is needed")
     for before, after in zip(parts, parts[1:], strict=False):
         if after.first < before.first + before.segments:
-            ends = before.first + before.segments - 1
-            raise ValueError(
-                f"merge_partials: parts must ascend and cut keys at multiples of {SEGMENT}; segment {after.first} comes after segment {ends}"
-            )
+            order = f"segment {after.first} comes after segment {before.first + before.segments - 1}"
+            raise ValueError(f"merge_partials: parts must ascend and cut keys at multiples of {SEGMENT}; {order}")
     states = [State(part.n[index], part.l[index], part.o[index]) for part in parts for index in range(part.segments)]
     return _merged(states, sinks, parts[0].dtype)
 

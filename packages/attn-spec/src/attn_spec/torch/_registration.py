@@ -14,7 +14,7 @@ from torch import Tensor
 
 from attn_spec._capabilities import Capabilities
 from attn_spec.torch import _vmap
-from attn_spec.torch._kernels import AttentionInputs, Kernels
+from attn_spec.torch._kernels import AttentionInputs, Kernels, TensorCoreKernels
 from attn_spec.torch._operation import Gradient, Operation
 
 __all__ = ["register"]
@@ -224,7 +224,7 @@ def _attention(kernels: Kernels) -> tuple[Callable[..., Any], ...]:
     return forward, _attention_backward(kernels.attention_backward), fake, _fake_attention_backward
 
 
-def _attention_sm90(kernels: Kernels) -> tuple[Callable[..., Any], ...]:
+def _attention_sm90(kernels: TensorCoreKernels) -> tuple[Callable[..., Any], ...]:
     def forward(*arguments: Any) -> tuple[Tensor, Tensor]:
         return kernels.attention_sm90_forward(_inputs(arguments))
 
@@ -316,7 +316,7 @@ _IMPLEMENTED = {
     "attention_sm90": ("attention", "sm90-v1"),
 }
 """Operator and contract of each registered name."""
-_IMPLEMENTATIONS = {
+_IMPLEMENTATIONS: dict[str, Callable[[Any], tuple[Callable[..., Any], ...]]] = {
     "joint_attn_softmax": _softmax,
     "joint_attn_softmax_v2": _softmax_v2,
     "joint_attn_qk_gemm": _qk_gemm,

@@ -90,7 +90,8 @@ ATTN_HD float ex2(float x, const float* table) {
   const int part = static_cast<int>((magnitude - static_cast<float>(whole)) * static_cast<float>(kPoints));
   const int index = positive ? part + 1 : kPoints - part;
   const int shift = positive ? whole + 1 : -whole;
-  const uint32_t mantissa = index == kPoints ? 0x3F800000u : float_to_bits(table[index]);
+  // At the end of the table: 1 below zero, the number before it above.
+  const uint32_t mantissa = index < kPoints ? float_to_bits(table[index]) : (positive ? 0x3F7FFFFFu : 0x3F800000u);
   return bits_to_float(mantissa + (static_cast<uint32_t>(shift) << 23));
 }
 
