@@ -28,7 +28,7 @@ nox.options.sessions = ["lint", "types", "tests"]
 NAMES = ["attn-spec", "attn-reference", "attn-triton", "attn-cuda", "attn-jax-rocm-sink"]
 FOLDERS = {**{name: f"packages/{name}" for name in NAMES}, "attn-shared-tests": "shared_tests"}
 TEST_TOOLS = ["pytest", "pytest-xdist", "hypothesis", "safetensors", "pybind11", "cmake", "ninja"]
-TEST_PATHS = ["-n", "2", "--attn-sample", "8", "ci/tests", "packages", "--pyargs", "attn_shared_tests"]
+TEST_PATHS = ["-n", "2", "--durations", "20", "--attn-sample", "8", "ci/tests", "packages", "--pyargs", "attn_shared_tests"]
 TESTED, CPU, OLDEST, BUILD = (f"ci/constraints{part}.txt" for part in ("", "-cpu", "-oldest", "-build"))
 NATIVE = ("*.h", "*.cuh", "*.cpp", "*.cc", "*.cu", "*.hip")
 CLANG = "clang++-22"
@@ -186,7 +186,7 @@ def build(session: nox.Session) -> None:
 def install(session: nox.Session) -> None:
     """Install each package of dist/ alone, run its README, and build each sdist without git, nvcc or a compiler."""
     build_into_dist(session)
-    session.install("-c", TESTED, "pytest", "uv", "pip")
+    session.install("-c", TESTED, "pytest", "pytest-xdist", "uv", "pip")
     for name, folder in FOLDERS.items():
         environment = Path("build/install", name)
         python = str(environment / "bin/python")
@@ -194,7 +194,7 @@ def install(session: nox.Session) -> None:
         needed = [FOLDERS["attn-spec"], folder, *([FOLDERS["attn-reference"]] if name == "attn-shared-tests" else [])]
         install_third_party(session, *third_party(*needed), into=python)
         session.run_install("python", "-m", "pip", "--python", python, "install", "--quiet", "--no-index", "--find-links", "dist", name)
-    session.run("pytest", "ci/installs", *session.posargs, env=interpreter())
+    session.run("pytest", "-n", "2", "ci/installs", *session.posargs, env=interpreter())
 
 
 @nox.session
@@ -233,11 +233,12 @@ def aarch64(session: nox.Session) -> None:
 
 @nox.session
 def clang(session: nox.Session) -> None:
-    """Compile the arithmetic headers as HIP device code for the supported AMD GPUs and find no contraction outside the fused chain."""
+    """Compile the arithmetic headers and the HIP kernels for the supported AMD GPUs; check what the code objects contain and compute."""
     require(session, CLANG, f"{CLANG.replace('++', '')} lld-22")
-    session.install("-c", TESTED, "pytest")
-    session.install("-c", CPU, "--no-deps", "triton")
-    session.run("pytest", "ci/amd")
+    require(session, "llvm-objdump-22", "llvm-22")
+    require(session, "clang-offload-bundler-22", "clang-tools-22")
+    install_everything(session)
+    session.run("pytest", *(session.posargs or ["ci/amd"]))
 
 
 @nox.session(python="3.12")

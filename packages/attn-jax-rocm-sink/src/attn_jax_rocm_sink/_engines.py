@@ -34,6 +34,17 @@ def _host_unavailable() -> str | None:
     return None
 
 
+def _hip_unavailable() -> str | None:
+    reason = _ffi.load("hip").reason
+    if reason is not None:
+        return reason
+    try:
+        jax.local_devices(backend="rocm")
+    except RuntimeError as error:
+        return f"JAX has no ROCm platform here: {error}"
+    return None
+
+
 _FEATURES = frozenset(
     {"bias", "causal", "dropout", "gradient", "k_start", "key_padding_mask", "kv_lengths", "q_start", "return_lse", "sinks", "window"}
 )
@@ -50,6 +61,12 @@ ENGINES: Mapping[str, Engine] = {
         Capabilities(devices=("cuda",), operators={"attention": OperatorSupport(_FEATURES - {"dropout"}, max_head_dim=256)}),
         _cuda.unavailable,
         lambda: f"{_ffi.load('cuda').fingerprint}+attn-cuda-{_cuda.load().fingerprint}",
+    ),
+    "hip": Engine(
+        "hip",
+        Capabilities(devices=("rocm",), operators={"attention": OperatorSupport(_FEATURES, max_head_dim=256)}),
+        _hip_unavailable,
+        lambda: _ffi.load("hip").fingerprint,
     ),
 }
 

@@ -49,6 +49,7 @@ _ROW_STATE = ("row_max", "row_sum")
 HANDLERS: dict[str, Handlers] = {
     "host": Handlers("libattn_jax_rocm_sink.so", "missing.txt", "cpu", _ROW_STATE, on_host=True),
     "cuda": Handlers("libattn_jax_rocm_sink.so", "missing.txt", "CUDA", _ROW_STATE, _cuda_devices),
+    "hip": Handlers("libattn_jax_rocm_sink_hip.so", "missing-hip.txt", "ROCM", _ROW_STATE),
 }
 
 
