@@ -20,7 +20,7 @@ struct Tensors {
   const int64_t *cu_seqlens_q, *cu_seqlens_k, *seqlens_q, *seqlens_k;  // [B + 1] offsets, [B] used lengths
   const float* sinks;                                                  // [H]
   const void* bias;                                                    // contiguous over bias_shape
-  const uint32_t* dropout_seed;                                        // [2], low word first
+  const uint32_t* dropout_seed;  // [4]: seed, low word first; batch item and head at which its counters begin
   // Results of forward; those that an engine keeps are inputs of backward.
   void* out;
   float *lse, *row_max, *row_sum;

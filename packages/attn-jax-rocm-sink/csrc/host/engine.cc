@@ -48,7 +48,11 @@ host::AttentionProblem problem_of(const Config& config, const Tensors& tensors) 
   problem.window_right = config.window_right;
   problem.scale = static_cast<float>(config.scale);
   problem.dropout_p = config.dropout_p;
-  if (has_dropout(config)) problem.dropout_seed = static_cast<uint64_t>(tensors.dropout_seed[1]) << 32 | tensors.dropout_seed[0];
+  if (has_dropout(config)) {
+    problem.dropout_seed = static_cast<uint64_t>(tensors.dropout_seed[1]) << 32 | tensors.dropout_seed[0];
+    problem.dropout_item = tensors.dropout_seed[2];
+    problem.dropout_head = tensors.dropout_seed[3];
+  }
   if (const char* message = host::check_attention(problem)) throw InvalidCall(message);
   return problem;
 }

@@ -75,7 +75,7 @@ class Call {
     if (is_any_of(name, {"kv_lengths", "q_start", "k_start", "seqlens_q", "seqlens_k"})) return config.batch;
     if (is_any_of(name, {"cu_seqlens_q", "cu_seqlens_k"})) return config.batch + 1;
     if (name == "key_padding_mask") return config.batch * config.keys;
-    if (name == "dropout_seed") return 2;
+    if (name == "dropout_seed") return 4;
     return checked_bias_count();
   }
 

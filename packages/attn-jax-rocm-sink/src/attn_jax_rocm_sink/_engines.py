@@ -57,6 +57,14 @@ def _host_unavailable() -> str | None:
     return None
 
 
+def _cuda_unavailable() -> str | None:
+    return _cuda.unavailable()
+
+
+def _cuda_fingerprint() -> str:
+    return f"{_ffi.load('cuda').fingerprint}+attn-cuda-{_cuda.load().fingerprint}"
+
+
 _FEATURES = frozenset(
     {"bias", "causal", "dropout", "gradient", "k_start", "key_padding_mask", "kv_lengths", "q_start", "return_lse", "sinks", "window"}
 )
@@ -71,8 +79,14 @@ ENGINES: Mapping[str, Engine] = {
     "cuda": Engine(
         "cuda",
         Capabilities(devices=("cuda",), operators={"attention": OperatorSupport(_FEATURES - {"dropout"}, max_head_dim=256)}),
-        _cuda.unavailable,
-        lambda: f"{_ffi.load('cuda').fingerprint}+attn-cuda-{_cuda.load().fingerprint}",
+        _cuda_unavailable,
+        _cuda_fingerprint,
+    ),
+    "hip": Engine(
+        "hip",
+        Capabilities(devices=("rocm",), operators={"attention": OperatorSupport(_FEATURES, max_head_dim=256)}),
+        partial(_rocm_unavailable, "hip"),
+        lambda: _ffi.load("hip").fingerprint,
     ),
     "ck": Engine(
         "ck",

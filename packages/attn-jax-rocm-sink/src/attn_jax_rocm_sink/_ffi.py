@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -19,10 +19,11 @@ import attn_jax_rocm_sink
 from attn_jax_rocm_sink._config import Config, config_of, on_device
 from attn_jax_rocm_sink._versions import release
 
-__all__ = ["BACKWARD", "FORWARD", "HANDLERS", "Handlers", "Library", "Part", "call", "load", "plan", "supports"]
+__all__ = ["BACKWARD", "FORWARD", "HANDLERS", "Handlers", "Library", "Part", "call", "load", "ordered_sum", "plan", "supports"]
 
 FORWARD, BACKWARD = "forward", "backward"
 _PASS = {FORWARD: 0, BACKWARD: 1}
+_ORDERED_SUM = "attn_jax_rocm_sink_ordered_sum"
 
 
 @dataclass(frozen=True)
@@ -53,6 +54,7 @@ HANDLERS: dict[str, Handlers] = {
     "host": Handlers("libattn_jax_rocm_sink.so", "missing.txt", "cpu", _ROW_STATE, on_host=True),
     "ck": Handlers("libattn_jax_rocm_sink_ck.so", "missing-ck.txt", "ROCM", ("out", "lse"), as_float32=("sinks",), static_alignment=True),
     "cuda": Handlers("libattn_jax_rocm_sink.so", "missing.txt", "CUDA", _ROW_STATE, _cuda_devices),
+    "hip": Handlers("libattn_jax_rocm_sink_hip.so", "missing-hip.txt", "ROCM", _ROW_STATE),
 }
 
 
@@ -106,6 +108,8 @@ def register(engine: str, path: Path, handle: ctypes.CDLL) -> Library:
         for direction in (FORWARD, BACKWARD):
             capsule = jax.ffi.pycapsule(getattr(handle, symbol(engine, direction)))
             jax.ffi.register_ffi_target(target(engine, direction), capsule, platform=HANDLERS[engine].platform)
+        if engine == "host":
+            jax.ffi.register_ffi_target(_ORDERED_SUM, jax.ffi.pycapsule(getattr(handle, _ORDERED_SUM)), platform="cpu")
     return built
 
 
@@ -172,20 +176,16 @@ def call(
     load(engine)
     workspace = workspace_bytes(engine, direction, config)
     returned["workspace"] = jax.ShapeDtypeStruct((workspace,), jnp.uint8)
-    function = jax.ffi.ffi_call(target(engine, direction), list(returned.values()), vmap_method="sequential")
+    function = jax.ffi.ffi_call(target(engine, direction), list(returned.values()))
     names = {"operands": " ".join(operands), "results": " ".join(returned), "config": config.words()}
-
-    @jax.custom_jvp
-    def first_order(*values: jax.Array) -> Sequence[jax.Array]:
-        return function(*values, **names)[:-1]
-
-    first_order.defjvp(_refuse_derivative)
-    found = dict(zip(results, first_order(*operands.values()), strict=True))
+    found = dict(zip(results, function(*operands.values(), **names)[:-1], strict=True))
     return {name: array.astype(results[name].dtype) for name, array in found.items()}
 
 
-def _refuse_derivative(primals: Any, tangents: Any) -> Any:
-    raise NotImplementedError("attn_jax_rocm_sink: attention has first derivatives in reverse mode only; a second derivative was asked for")
+def ordered_sum(rows: jax.Array, dtype: Any) -> jax.Array:
+    """Sum of float32 [N, C] over axis 0 in ascending order from +0, rounded to ``dtype``. CPU only."""
+    result = jax.ShapeDtypeStruct(rows.shape[1:], dtype)
+    return jax.ffi.ffi_call(_ORDERED_SUM, result, vmap_method="sequential")(rows)
 
 
 def _find(name: str) -> Path | None:
