@@ -55,6 +55,7 @@ ffi::Error run_on_fake(ffi::RemainingArgs arguments, ffi::RemainingRets returns,
   XLA_FFI_DEFINE_HANDLER_SYMBOL(attn_jax_rocm_sink_##NAME##_backward, (::attn::engine::run_on_fake<GET, ::attn::engine::Pass::backward>), \
                                 ::attn::engine::bind_host())
 
+ATTN_DEFINE_QUESTIONS_(host, attn::engine::host_engine)
 FAKE_DEVICE_ENGINE(cuda, attn::engine::cuda_engine);
 FAKE_DEVICE_ENGINE(ck, attn::engine::ck_engine);
 
