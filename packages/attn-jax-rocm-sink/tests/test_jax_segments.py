@@ -111,6 +111,21 @@ def test_each_segment_has_the_bytes_of_the_segment_alone(descriptor: SequenceDes
     assert_all(gradients(descriptor, arrays(), window=(6, 0)), varlen(causal=True, window=(6, 0)))
 
 
+def test_vmap_and_checkpoint_move_no_bit() -> None:
+    """Two batches at once, and a recomputed forward, give the output and gradients of one call each."""
+    flipped = arrays() | {"q": Q[::-1].copy(), "sinks": SINKS[::-1].copy()}
+    both = {name: jnp.stack([arrays()[name], flipped[name]]) for name in flipped}
+
+    def loss(moving: dict[str, Any]) -> jax.Array:
+        return (jax.checkpoint(lambda moving: packed(moving, BY_IDS))(moving) * WEIGHT).sum()
+
+    mapped = jax.jit(jax.vmap(jax.grad(loss)))(both)
+    for index, item in enumerate((arrays(), flipped)):
+        expected = gradients(BY_IDS, item)
+        for name in item:
+            assert_bytes(bits(mapped[name][index]), expected[f"d{name}"], name)
+
+
 def test_64_bit_mode_moves_no_bit() -> None:
     expected = gradients(BY_IDS, arrays(), window=(6, 0))
     with jax.enable_x64(True):
