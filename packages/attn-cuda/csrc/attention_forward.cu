@@ -11,9 +11,6 @@ constexpr int kStageFloats = KeyStage<kMostWarps, kSlots>::kFloats;
 constexpr int kWarpTile = kWarpRows * attn::kTile;  // scores of a warp in one tile
 static_assert(kStagedFloats <= kStageFloats, "keys and values share the stage");
 
-template <int Width, int Warps>
-using ValueCopy = RowCopy<Warps * kLanes, Columns<Width>::kKeys, Width>;
-
 // Shared memory of a block. P takes the place of the query rows in the second pass.
 struct Memory {
   float* stage;
@@ -59,14 +56,8 @@ __device__ __forceinline__ attn::RowState score_tiles(const Attention& problem, 
     if (tile < held_end) {
       auto* to = held_scores<Width, Warps>(held, (tile - begin) / attn::kTile, 0);
 #pragma unroll
-      for (int r = 0; r < kWarpRows; ++r)
-#pragma unroll
-        for (int step = 0; step < kSlots / C::kStepSlots; ++step) {
-          Floats<C::kStepSlots> scores;
-#pragma unroll
-          for (int j = 0; j < C::kStepSlots; ++j) scores.values[j] = x[r][step * C::kStepSlots + j];
-          to[(r * attn::kTile + step * C::kKeys) / C::kStepSlots] = scores;
-        }
+      for (int step = 0; step < kSlots / C::kStepSlots; ++step)
+        hold<attn::kTile>(to + step * C::kKeys / C::kStepSlots, x, step * C::kStepSlots);
     }
     state = merged(state, tile_states(x, groups));
   }
@@ -78,44 +69,15 @@ template <int Width, int Warps>
 __device__ __forceinline__ void sum_tiles(const Attention& problem, const Work& work, const BlockRows<Warps>& block, const Memory& memory,
                                           int32_t begin, int32_t end, float* held, bool select, Outputs<Width>& out) {
   using C = Columns<Width>;
-  const auto start = [&](int32_t slot) {
-    ValueCopy<Width, Warps>::start(problem.v, 0, memory.raw,
-                                   [&](int i) { return key_offset(problem.v, work.item, work.v_base, slot + i); });
-  };
-  int32_t slot = max(begin, block.any.begin / C::kKeys * C::kKeys);
-  if (slot < end) start(slot);
-#pragma unroll 1
-  for (; slot < end; slot += C::kKeys) {
-    const bool active = block.warp().meets(slot, C::kKeys);
-    float x[kWarpRows][C::kStepSlots];
-    if (active) {
-      const auto* from = held_scores<Width, Warps>(held, (slot - begin) / attn::kTile, slot % attn::kTile / C::kKeys);
-#pragma unroll
-      for (int r = 0; r < kWarpRows; ++r) {
-        const Floats<C::kStepSlots> scores = from[r * attn::kTile / C::kStepSlots];
-#pragma unroll
-        for (int j = 0; j < C::kStepSlots; ++j) x[r][j] = scores.values[j];
-      }
-    }
-    wait_for_copies();
-    __syncthreads();
-    ValueCopy<Width, Warps>::finish(problem.v.dtype, memory.raw, memory.stage, Width);
-    if (slot + C::kKeys < end) start(slot + C::kKeys);
-    if (active) {
-      probabilities_of(x, [&](int r, int) { return memory.constants[r]; });
-#pragma unroll
-      for (int r = 0; r < kWarpRows; ++r)
-#pragma unroll
-        for (int j = 0; j < C::kStepSlots; ++j) memory.probs[r * C::kPitch + j * kLanes + lane_id()] = x[r][j];
-    }
-    __syncthreads();
-    if (!active) continue;
-    if (select) {
-      multiply_step<Width, true>(memory.probs, memory.stage, out);
-    } else {
-      multiply_step<Width, false>(memory.probs, memory.stage, out);
-    }
-  }
+  const ChainStage<Width, Warps> chains{memory.raw, memory.stage, memory.probs};
+  chains.multiply(
+      problem.v, max(begin, block.any.begin / C::kKeys * C::kKeys), end, select, out,
+      [&](int32_t slot) { return key_offset(problem.v, work.item, work.v_base, slot); },
+      [&](int32_t slot) { return block.warp().meets(slot, C::kKeys); },
+      [&](int32_t slot, auto& x) {
+        recall<attn::kTile>(held_scores<Width, Warps>(held, (slot - begin) / attn::kTile, slot % attn::kTile / C::kKeys), x);
+      },
+      [&](auto& x) { probabilities_of(x, [&](int r, int) { return memory.constants[r]; }); });
 }
 
 // The sink, the stored state, and what P needs of it.
@@ -133,69 +95,38 @@ template <int Width, int Warps>
 __device__ __forceinline__ void attend_rows(const ForwardArguments& arguments, const Work& work, const BlockRows<Warps>& block,
                                             const Memory& memory, float* held) {
   const Attention& problem = arguments.problem;
-  const int32_t first = block.first_tile(), end = block.any.end;
-  float* parked = held + (static_cast<int64_t>(arguments.held_tiles) * Warps + warp_id()) * kWarpTile;
-  bool select = false;
-  int32_t wave = first, in_workspace = -1;
-#pragma unroll 1
-  while (true) {
-    const int32_t wave_end = min(static_cast<int64_t>(end), wave + static_cast<int64_t>(arguments.held_tiles) * attn::kTile);
-    if (wave != in_workspace) {
-      const bool initial = in_workspace < 0;
-      __syncthreads();
-      load_query_rows<Warps>(problem.q, work.item, block.rows, memory.queries);
-      const attn::RowState state = score_tiles<Width>(problem, work, block, memory, wave, initial ? end : wave_end, wave_end, held);
-      if (initial) finish_states(arguments, work.item, block, state, memory.constants);
-      in_workspace = wave;
-    }
-    Outputs<Width> out;
-    if (wave == first) {
-      out.clear();
-    } else {
-      out.unpark(parked);
-    }
-    sum_tiles<Width>(problem, work, block, memory, wave, wave_end, held, select, out);
-    if (wave_end < end) {
-      out.park(parked);
-      wave = wave_end;
-      continue;
-    }
-    // A NaN may come from a masked pair's zero product with an infinity or a NaN: then sum again without those terms.
-    if (!__syncthreads_or(out.has_nan()) || select) {
-      store_rows(out, arguments.out, arguments.out_dtype, problem.value_dim, arguments.vectors, [&](int r) {
-        const Row row = block.row(r);
-        return row.head < 0 ? kNoRow : query_result(problem, work.item, row, problem.value_dim);
+  sum_in_waves<Width, Warps, kWarpTile>(
+      block, held, arguments.held_tiles,
+      [&](int32_t wave, int32_t wave_end, bool initial) {
+        load_query_rows<Warps>(problem.q, work.item, block.rows, memory.queries);
+        const int32_t end = initial ? block.any.end : wave_end;
+        const attn::RowState state = score_tiles<Width>(problem, work, block, memory, wave, end, wave_end, held);
+        if (initial) finish_states(arguments, work.item, block, state, memory.constants);
+        return true;
+      },
+      [&](int32_t wave, int32_t wave_end, bool select, Outputs<Width>& out) {
+        sum_tiles<Width>(problem, work, block, memory, wave, wave_end, held, select, out);
+      },
+      [&](Outputs<Width>& out) {
+        store_rows(out, arguments.out, arguments.out_dtype, problem.value_dim, arguments.vectors, [&](int r) {
+          const Row row = block.row(r);
+          return row.head < 0 ? kNoRow : query_result(problem, work.item, row, problem.value_dim);
+        });
       });
-      return;
-    }
-    select = true;
-    wave = first;
-  }
 }
 
-// A block takes work after work, in turns of opposite direction, so that heavy and light ones meet.
 template <int Width, int Warps>
 __global__ void __launch_bounds__(Warps* kLanes, Width <= 128 && Warps == kMostWarps ? 2 : 1)
     attention_forward_kernel(const __grid_constant__ ForwardArguments arguments) {
   extern __shared__ float4 storage[];
-  __shared__ Work work;
-  __shared__ BlockRows<Warps> block;
   auto* constants = reinterpret_cast<RowConstants*>(storage);
   float* stage = reinterpret_cast<float*>(constants + Warps * kWarpRows);
   char* raw = reinterpret_cast<char*>(stage + kStageFloats);
   float* queries = reinterpret_cast<float*>(raw + KeyStage<Warps, kSlots>::raw_bytes(arguments.problem.k.dtype));
   const Memory memory{stage, constants + warp_id() * kWarpRows, raw, queries, queries + warp_id() * kWarpRows * Columns<Width>::kPitch};
   float* held = arguments.held + static_cast<int64_t>(blockIdx.x) * (arguments.held_tiles + 1) * Warps * kWarpTile;
-#pragma unroll 1
-  for (int64_t turn = 0; turn * gridDim.x < arguments.blocks; ++turn) {
-    const int64_t id = turn * gridDim.x + (turn % 2 == 0 ? blockIdx.x : gridDim.x - 1 - blockIdx.x);
-    __syncthreads();
-    if (id >= arguments.blocks) continue;
-    const int64_t block_id = last_queries_first(arguments.problem, id, arguments.per_item, arguments.plan);
-    if (!share_work(arguments.problem, block_id, arguments.per_item, arguments.plan, &work)) continue;
-    block.find(arguments.problem, work);
-    attend_rows<Width>(arguments, work, block, memory, held);
-  }
+  each_row_block<Warps>(arguments.problem, arguments.blocks, arguments.per_item, arguments.plan,
+                        [&](const Work& work, const BlockRows<Warps>& block) { attend_rows<Width>(arguments, work, block, memory, held); });
 }
 
 template <int Width>
@@ -220,12 +151,20 @@ RowsInWork forward_rows(const Limits& limits, const attn_cuda_attention& problem
 }
 
 int launch_forward(const ForwardArguments& arguments, const RowsInWork& rows, void* stream) {
-  const Block block{rows.warps * kLanes, 1, true, false, forward_bytes(arguments.problem, rows.warps)};
-  if (rows.warps == 2) return launch(attention_forward_kernel<256, 2>, arguments, rows.count, block, stream);
-  return with_width(width_of(arguments.problem.value_dim, rows.warps), [&](auto width) {
-    const auto kernel = rows.warps == 8 ? attention_forward_kernel<width.value, 8> : attention_forward_kernel<width.value, 4>;
-    return static_cast<int>(launch(kernel, arguments, rows.count, block, stream));
-  });
+  return launch_in_work([](auto width, auto warps) { return attention_forward_kernel<decltype(width)::value, decltype(warps)::value>; },
+                        arguments.problem.value_dim, arguments, rows, forward_bytes(arguments.problem, rows.warps), stream);
+}
+
+int64_t rows_of(const attn_cuda_attention& problem) {
+  return problem.heads * problem.queries * (problem.cu_seqlens_q == nullptr ? problem.batch : 1);
+}
+
+int64_t row_results_bytes(const attn_cuda_attention& problem) {
+  return 3 * aligned(rows_of(problem) * static_cast<int64_t>(sizeof(float)));
+}
+
+float* row_result(const attn_cuda_attention& problem, float* wanted, Workspace& space) {
+  return wanted != nullptr ? wanted : space.take<float>(rows_of(problem));
 }
 
 }  // namespace
@@ -240,7 +179,7 @@ extern "C" int attn_cuda_attention_forward_workspace(int device, const attn_cuda
   Limits limits;
   if (const int error = find_limits(device, &limits)) return error;
   const Split split = choose_split(limits, *problem);
-  *bytes = input_bytes(*problem) + plan_bytes(*problem, 1) +
+  *bytes = row_results_bytes(*problem) + input_bytes(*problem) + plan_bytes(*problem, 1) +
            (split.tiles > 0 ? split_bytes(*problem, split) : forward_rows(limits, *problem).bytes);
   return 0;
 }
@@ -253,25 +192,23 @@ extern "C" int attn_cuda_attention_forward(int device, void* stream, const attn_
   if (!is_dtype(results->out_dtype)) return ATTN_CUDA_BAD_DTYPE;
   if (problem->batch == 0 && problem->cu_seqlens_q == nullptr) return 0;
   if (problem->queries == 0 || problem->heads == 0) return 0;
-  if (results->out == nullptr || results->lse == nullptr || results->row_max == nullptr || results->row_sum == nullptr)
-    return ATTN_CUDA_NULL_POINTER;
+  if (results->out == nullptr) return ATTN_CUDA_NULL_POINTER;
   const DeviceScope scope(device);
   if (scope.error() != cudaSuccess) return scope.error();
   Workspace space(workspace);
   ForwardArguments arguments{};
+  arguments.lse = row_result(*problem, results->lse, space);
+  arguments.row_max = row_result(*problem, results->row_max, space);
+  arguments.row_sum = row_result(*problem, results->row_sum, space);
   if (const int error = prepare(device, stream, *problem, space, &arguments.problem)) return error;
-  const int64_t rows = problem->queries * problem->heads;
   if (problem->cu_seqlens_q != nullptr) {
-    const int64_t bytes = rows * problem->value_dim * size_of(results->out_dtype);
+    const int64_t rows = problem->queries * problem->heads, bytes = rows * problem->value_dim * size_of(results->out_dtype);
     if (const int error = fill_bytes(results->out, bytes, stream)) return error;
-    if (const int error = fill_empty_rows(results->lse, results->row_max, results->row_sum, rows, stream)) return error;
+    if (const int error = fill_empty_rows(arguments.lse, arguments.row_max, arguments.row_sum, rows, stream)) return error;
   }
   arguments.out = results->out;
   arguments.out_dtype = results->out_dtype;
   arguments.vectors = stores_fours(results->out, results->out_dtype, problem->value_dim);
-  arguments.lse = results->lse;
-  arguments.row_max = results->row_max;
-  arguments.row_sum = results->row_sum;
   Limits limits;
   if (const int error = find_limits(device, &limits)) return error;
   const Split split = choose_split(limits, *problem);

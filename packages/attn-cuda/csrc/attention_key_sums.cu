@@ -220,17 +220,8 @@ __device__ __forceinline__ uint32_t find_wave(const KeySumArguments& arguments, 
     for (int j = 0; j < kChunkSlots; j += C::kStepSlots) {
       auto* probs = held_weights<Width>(held, 0, (chunk * kChunkSlots + j) / C::kStepSlots);
       auto* gradients = held_weights<Width>(held, 1, (chunk * kChunkSlots + j) / C::kStepSlots);
-#pragma unroll
-      for (int r = 0; r < kWarpRows; ++r) {
-        Floats<C::kStepSlots> p, g;
-#pragma unroll
-        for (int i = 0; i < C::kStepSlots; ++i) {
-          p.values[i] = x[r][j + i];
-          g.values[i] = ds[r][j + i];
-        }
-        probs[r * kChunkRows / C::kStepSlots] = p;
-        gradients[r * kChunkRows / C::kStepSlots] = g;
-      }
+      hold<kChunkRows>(probs, x, j);
+      hold<kChunkRows>(gradients, ds, j);
     }
   }
   return steps;
@@ -242,45 +233,19 @@ __device__ __forceinline__ void sum_wave(const Array& array, const Work& work, i
                                          uint32_t steps, const Memory<Width, Warps>& memory, float* held, int plane, bool select,
                                          Outputs<Width>& out) {
   using C = Columns<Width>;
-  using Copy = RowCopy<Warps * kLanes, C::kKeys, Width>;
   const auto head = static_cast<int32_t>(wave / max(stream.count, 1));
   const int64_t query = wave - static_cast<int64_t>(head) * stream.count;
-  const int count = static_cast<int>(min(static_cast<int64_t>(kWaveRows), stream.rows - wave));
-  const auto start = [&](int first) {
-    Copy::start(array, 0, memory.raw, [&](int i) {
-      const Row row = stream.row(head, query + first + i, group);
-      return row.head < 0 ? kNoRow : query_offset(array, work.item, row);
-    });
-  };
+  const auto count = static_cast<int32_t>(min(static_cast<int64_t>(kWaveRows), stream.rows - wave));
+  const ChainStage<Width, Warps> chains{memory.raw, memory.sum_stage, memory.weights};
   __syncthreads();
-  if (count > 0) start(0);
-#pragma unroll 1
-  for (int first = 0; first < count; first += C::kKeys) {
-    const bool active = steps >> first / C::kKeys & 1u;
-    Floats<C::kStepSlots> weights[kWarpRows];
-    if (active) {
-      const auto* from = held_weights<Width>(held, plane, first / C::kKeys);
-#pragma unroll
-      for (int r = 0; r < kWarpRows; ++r) weights[r] = from[r * kChunkRows / C::kStepSlots];
-    }
-    wait_for_copies();
-    __syncthreads();
-    Copy::finish(array.dtype, memory.raw, memory.sum_stage, Width);
-    if (first + C::kKeys < count) start(first + C::kKeys);
-    if (active) {
-#pragma unroll
-      for (int r = 0; r < kWarpRows; ++r)
-#pragma unroll
-        for (int j = 0; j < C::kStepSlots; ++j) memory.weights[r * C::kPitch + j * kLanes + lane_id()] = weights[r].values[j];
-    }
-    __syncthreads();
-    if (!active) continue;
-    if (select) {
-      multiply_step<Width, true>(memory.weights, memory.sum_stage, out);
-    } else {
-      multiply_step<Width, false>(memory.weights, memory.sum_stage, out);
-    }
-  }
+  chains.multiply(
+      array, 0, count, select, out,
+      [&](int32_t i) {
+        const Row row = stream.row(head, query + i, group);
+        return row.head < 0 ? kNoRow : query_offset(array, work.item, row);
+      },
+      [&](int32_t first) { return (steps >> first / C::kKeys & 1u) != 0; },
+      [&](int32_t first, auto& x) { recall<kChunkRows>(held_weights<Width>(held, plane, first / C::kKeys), x); }, [](const auto&) {});
 }
 
 // Workspace of a warp: both planes, and sums between two waves.
@@ -334,11 +299,7 @@ __device__ __forceinline__ void gradients_of_keys(const KeySumArguments& argumen
           continue;
         }
         nan = nan || out.has_nan();
-        const float scale = plane == 0 ? 1.0f : problem.scale;
-        out.each([&](float (&o)[4], int, int) {
-#pragma unroll
-          for (float& value : o) value = mul(value, scale);
-        });
+        out.multiply(plane == 0 ? 1.0f : problem.scale);
         const int32_t width = plane == 0 ? problem.value_dim : problem.head_dim;
         store_rows(out, to, problem.k.dtype, width, plane == 0 ? arguments.v_vectors : arguments.k_vectors, [&](int r) {
           const int32_t key = first + warp_id() * kWarpRows + r;
@@ -361,14 +322,11 @@ __global__ void __launch_bounds__(Warps* kLanes, Width <= 128 && Warps == kMostW
   __shared__ Work work;
   const Memory<Width, Warps> memory(arguments.inputs, storage);
   float* held = arguments.held + (static_cast<int64_t>(blockIdx.x) * Warps + warp_id()) * kWarpFloats<Width>;
-#pragma unroll 1
-  for (int64_t turn = 0; turn * gridDim.x < arguments.blocks; ++turn) {
-    const int64_t id = turn * gridDim.x + (turn % 2 == 0 ? blockIdx.x : gridDim.x - 1 - blockIdx.x);
-    __syncthreads();
+  each_turn(arguments.blocks, [&](int64_t id) {
     // Backwards, since under causality most queries see the first keys.
-    if (id >= arguments.blocks || !share_work(problem, arguments.blocks - 1 - id, arguments.per_item, arguments.plan, &work)) continue;
+    if (!share_work(problem, arguments.blocks - 1 - id, arguments.per_item, arguments.plan, &work)) return;
     if (work.block * (Warps * kWarpRows) < work.item.count) gradients_of_keys<Width, Warps>(arguments, work, memory, held);
-  }
+  });
 }
 
 template <int Width>
@@ -418,12 +376,8 @@ int launch_key_sums(const BackwardInputs& inputs, const RowsInWork& keys, const 
                                   stores_fours(dk, problem.k.dtype, problem.head_dim),
                                   stores_fours(dv, problem.k.dtype, problem.value_dim),
                                   held};
-  const Block block{keys.warps * kLanes, 1, true, false, key_sum_bytes(inputs, keys.warps)};
-  if (keys.warps == 2) return launch(key_sums_kernel<256, 2>, arguments, keys.count, block, stream);
-  return with_width(width_of(columns_of(inputs), keys.warps), [&](auto width) {
-    const auto kernel = keys.warps == 8 ? key_sums_kernel<width.value, 8> : key_sums_kernel<width.value, 4>;
-    return static_cast<int>(launch(kernel, arguments, keys.count, block, stream));
-  });
+  return launch_in_work([](auto width, auto warps) { return key_sums_kernel<decltype(width)::value, decltype(warps)::value>; },
+                        columns_of(inputs), arguments, keys, key_sum_bytes(inputs, keys.warps), stream);
 }
 
 }  // namespace attn_cuda

@@ -108,6 +108,21 @@ struct RowsInWork {
 RowsInWork rows_in_work(const Limits& limits, const attn_cuda_attention& problem, int warps, size_t shared_bytes, int most_blocks,
                         int64_t warp_tile);
 
+// Launches kernel_of(width, warps), for `columns` columns, on the blocks in work.
+template <typename KernelOf, typename Arguments>
+int launch_in_work(KernelOf kernel_of, int64_t columns, const Arguments& arguments, const RowsInWork& rows, size_t shared_bytes,
+                   void* stream) {
+  const Block block{rows.warps * kLanes, 1, true, false, shared_bytes};
+  return with_width(width_of(columns, rows.warps), [&](auto width) {
+    using Width = decltype(width);
+    auto kernel = kernel_of(Width(), std::integral_constant<int, 8>());
+    if (rows.warps == 4) kernel = kernel_of(Width(), std::integral_constant<int, 4>());
+    if constexpr (Width::value == 256)
+      if (rows.warps == 2) kernel = kernel_of(Width(), std::integral_constant<int, 2>());
+    return static_cast<int>(launch(kernel, arguments, rows.count, block, stream));
+  });
+}
+
 // Blocks of `size` rows of each kv head's group, or of `size` logical keys.
 int plan_rows(const attn_cuda_attention& problem, const Attention& attention, int size, Workspace& space, void* stream, Blocks* blocks);
 int plan_keys(const attn_cuda_attention& problem, const Attention& attention, int size, Workspace& space, void* stream, Blocks* blocks);

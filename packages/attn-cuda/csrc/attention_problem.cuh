@@ -233,6 +233,17 @@ __device__ __forceinline__ int64_t last_queries_first(const Attention& problem, 
   return from_last * items + (id - which * items);
 }
 
+// use(id) for the works below `count` that fall to this block, in turns of opposite direction, so that heavy and light ones meet.
+template <typename Use>
+__device__ __forceinline__ void each_turn(int64_t count, Use use) {
+#pragma unroll 1
+  for (int64_t turn = 0; turn * gridDim.x < count; ++turn) {
+    const int64_t id = turn * gridDim.x + (turn % 2 == 0 ? blockIdx.x : gridDim.x - 1 - blockIdx.x);
+    __syncthreads();
+    if (id < count) use(id);
+  }
+}
+
 // The block's work in shared memory, where it costs no registers; false: nothing to do.
 __device__ __forceinline__ bool share_work(const Attention& problem, int64_t id, int64_t per_item, const int64_t* plan, Work* work) {
   if (threadIdx.x == 0) {

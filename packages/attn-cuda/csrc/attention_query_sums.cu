@@ -14,9 +14,6 @@ constexpr int kWarpTile = 2 * kWarpRows * attn::kTile;  // P and dP of a warp in
 template <int Warps>
 using HalfKeys = KeyStage<Warps, kHalfSlots>;
 
-template <int Width, int Warps>
-using KeyCopy = RowCopy<Warps * kLanes, Columns<Width>::kKeys, Width>;
-
 struct QuerySumArguments {
   BackwardInputs inputs;
   int64_t per_item, blocks;
@@ -164,116 +161,70 @@ __device__ __forceinline__ void sum_tiles(const Attention& problem, const Work& 
                                           int32_t begin, int32_t end, float* held, bool select, Outputs<Width>& out) {
   using C = Columns<Width>;
   using H = HeldPairs<Width>;
-  const auto start = [&](int32_t slot) {
-    KeyCopy<Width, Warps>::start(problem.k, 0, memory.raw, [&](int i) { return key_offset(problem.k, work.item, work.k_base, slot + i); });
-  };
-  int32_t slot = max(begin, block.any.begin / C::kKeys * C::kKeys);
-  if (slot < end) start(slot);
-#pragma unroll 1
-  for (; slot < end; slot += C::kKeys) {
-    const bool active = block.warp().meets(slot, C::kKeys);
-    const int group = slot % attn::kTile / kLanes;
-    float weights[kWarpRows][C::kStepSlots];
-    if (active) {
+  const ChainStage<Width, Warps> chains{memory.raw, memory.sum_stage, memory.weights};
+  chains.multiply(
+      problem.k, max(begin, block.any.begin / C::kKeys * C::kKeys), end, select, out,
+      [&](int32_t slot) { return key_offset(problem.k, work.item, work.k_base, slot); },
+      [&](int32_t slot) { return block.warp().meets(slot, C::kKeys); },
+      [&](int32_t slot, float (&ds)[kWarpRows][C::kStepSlots]) {
+        const int group = slot % attn::kTile / kLanes;
 #pragma unroll
-      for (int first = 0; first < C::kStepSlots && first < 2; ++first) {
-        const auto* from = held_pairs<Width, Warps>(held, (slot - begin) / attn::kTile, (group + first) % 2, (group + first) / 2);
+        for (int first = 0; first < C::kStepSlots && first < 2; ++first) {
+          const auto* from = held_pairs<Width, Warps>(held, (slot - begin) / attn::kTile, (group + first) % 2, (group + first) / 2);
 #pragma unroll
-        for (int r = 0; r < kWarpRows; ++r) {
-          const typename H::Type pairs = from[r * attn::kTile / H::kEach];
-          const float delta = memory.rows[r].delta;
+          for (int r = 0; r < kWarpRows; ++r) {
+            const typename H::Type pairs = from[r * attn::kTile / H::kEach];
+            const float delta = memory.rows[r].delta;
 #pragma unroll
-          for (int i = 0; i < H::kEach; ++i) {
-            const float p = pairs.values[2 * i];
-            weights[r][first + 2 * i] = is_masked(p) ? masked_value() : attn::score_gradient(p, pairs.values[2 * i + 1], delta);
+            for (int i = 0; i < H::kEach; ++i) {
+              const float p = pairs.values[2 * i];
+              ds[r][first + 2 * i] = is_masked(p) ? masked_value() : attn::score_gradient(p, pairs.values[2 * i + 1], delta);
+            }
           }
         }
-      }
-    }
-    wait_for_copies();
-    __syncthreads();
-    KeyCopy<Width, Warps>::finish(problem.k.dtype, memory.raw, memory.sum_stage, Width);
-    if (slot + C::kKeys < end) start(slot + C::kKeys);
-    if (active) {
-#pragma unroll
-      for (int r = 0; r < kWarpRows; ++r)
-#pragma unroll
-        for (int j = 0; j < C::kStepSlots; ++j) memory.weights[r * C::kPitch + j * kLanes + lane_id()] = weights[r][j];
-    }
-    __syncthreads();
-    if (!active) continue;
-    if (select) {
-      multiply_step<Width, true>(memory.weights, memory.sum_stage, out);
-    } else {
-      multiply_step<Width, false>(memory.weights, memory.sum_stage, out);
-    }
-  }
+      },
+      [](const auto&) {});
 }
 
 template <int Width, int Warps>
 __device__ __forceinline__ void gradients_of_rows(const QuerySumArguments& arguments, const Work& work, const BlockRows<Warps>& block,
                                                   const Memory& memory, float* held) {
   const Attention& problem = arguments.inputs.problem;
-  const int32_t first = block.first_tile(), end = block.any.end;
-  float* parked = held + (static_cast<int64_t>(arguments.held_tiles) * Warps + warp_id()) * kWarpTile;
   const Row own = block.row(row_of_lane());
   const int64_t index = own.head < 0 ? 0 : row_index(problem, work.item, own);
   const bool of_row = lane_id() == lane_of_row(row_of_lane());
   const attn::RowState state =
       own.head < 0 ? attn::RowState{0.0f, 1.0f} : attn::RowState{arguments.inputs.row_max[index], arguments.inputs.row_sum[index]};
-  bool select = false;
-  int32_t wave = first, in_workspace = -1;
-#pragma unroll 1
-  while (true) {
-    const int32_t wave_end = min(static_cast<int64_t>(end), wave + static_cast<int64_t>(arguments.held_tiles) * attn::kTile);
-    if (wave != in_workspace) {
-      const bool initial = in_workspace < 0;
-      __syncthreads();
-      if (initial && of_row) memory.rows[row_of_lane()] = GradientRow{RowConstants{state.max, divisor(state.sum)}, 0.0f};
-      load_query_rows<Warps>(problem.q, work.item, block.rows, memory.queries);
-      load_query_rows<Warps>(arguments.inputs.dout, work.item, block.rows, memory.upstream);
-      __syncthreads();
-      float delta = gradient_tiles<Width>(arguments, work, block, memory, wave, initial ? end : wave_end,
-                                          arguments.dq == nullptr ? wave : wave_end, held);
-      in_workspace = wave;
-      if (initial && arguments.inputs.dlse != nullptr && own.head >= 0) delta = sub(delta, arguments.inputs.dlse[index]);
-      if (initial && of_row) {
-        memory.rows[row_of_lane()].delta = delta;
-        if (own.head >= 0) {
-          arguments.delta[index] = delta;
-          if (arguments.dsink != nullptr) arguments.dsink[index] = sink_gradient(problem, own, state, delta);
+  sum_in_waves<Width, Warps, kWarpTile>(
+      block, held, arguments.held_tiles,
+      [&](int32_t wave, int32_t wave_end, bool initial) {
+        if (initial && of_row) memory.rows[row_of_lane()] = GradientRow{RowConstants{state.max, divisor(state.sum)}, 0.0f};
+        load_query_rows<Warps>(problem.q, work.item, block.rows, memory.queries);
+        load_query_rows<Warps>(arguments.inputs.dout, work.item, block.rows, memory.upstream);
+        __syncthreads();
+        float delta = gradient_tiles<Width>(arguments, work, block, memory, wave, initial ? block.any.end : wave_end,
+                                            arguments.dq == nullptr ? wave : wave_end, held);
+        if (initial && arguments.inputs.dlse != nullptr && own.head >= 0) delta = sub(delta, arguments.inputs.dlse[index]);
+        if (initial && of_row) {
+          memory.rows[row_of_lane()].delta = delta;
+          if (own.head >= 0) {
+            arguments.delta[index] = delta;
+            if (arguments.dsink != nullptr) arguments.dsink[index] = sink_gradient(problem, own, state, delta);
+          }
         }
-      }
-      if (arguments.dq == nullptr) return;
-      __syncthreads();
-    }
-    Outputs<Width> out;
-    if (wave == first) {
-      out.clear();
-    } else {
-      out.unpark(parked);
-    }
-    sum_tiles<Width>(problem, work, block, memory, wave, wave_end, held, select, out);
-    if (wave_end < end) {
-      out.park(parked);
-      wave = wave_end;
-      continue;
-    }
-    // As in the forward: a NaN may come from a masked pair, so sum again without those.
-    if (!__syncthreads_or(out.has_nan()) || select) {
-      out.each([&](float (&o)[4], int, int) {
-#pragma unroll
-        for (float& value : o) value = mul(value, problem.scale);
+        __syncthreads();
+        return arguments.dq != nullptr;
+      },
+      [&](int32_t wave, int32_t wave_end, bool select, Outputs<Width>& out) {
+        sum_tiles<Width>(problem, work, block, memory, wave, wave_end, held, select, out);
+      },
+      [&](Outputs<Width>& out) {
+        out.multiply(problem.scale);
+        store_rows(out, arguments.dq, problem.q.dtype, problem.head_dim, arguments.vectors, [&](int r) {
+          const Row row = block.row(r);
+          return row.head < 0 ? kNoRow : query_result(problem, work.item, row, problem.head_dim);
+        });
       });
-      store_rows(out, arguments.dq, problem.q.dtype, problem.head_dim, arguments.vectors, [&](int r) {
-        const Row row = block.row(r);
-        return row.head < 0 ? kNoRow : query_result(problem, work.item, row, problem.head_dim);
-      });
-      return;
-    }
-    select = true;
-    wave = first;
-  }
 }
 
 template <int Width, int Warps>
@@ -281,8 +232,6 @@ __global__ void __launch_bounds__(Warps* kLanes, Width <= 128 && Warps == kWarps
     query_sums_kernel(const __grid_constant__ QuerySumArguments arguments) {
   const Attention& problem = arguments.inputs.problem;
   extern __shared__ float4 storage[];
-  __shared__ Work work;
-  __shared__ BlockRows<Warps> block;
   auto* rows = reinterpret_cast<GradientRow*>(storage);
   Memory memory{};
   memory.rows = rows + warp_id() * kWarpRows;
@@ -293,16 +242,9 @@ __global__ void __launch_bounds__(Warps* kLanes, Width <= 128 && Warps == kWarps
   memory.sum_stage = reinterpret_cast<float*>(memory.raw + kStagedFloats * (problem.k.dtype == ATTN_CUDA_FLOAT32 ? 4 : 2));
   memory.weights = memory.sum_stage + kStagedFloats + warp_id() * kWarpRows * Columns<Width>::kPitch;
   float* held = arguments.held + static_cast<int64_t>(blockIdx.x) * (arguments.held_tiles + 1) * Warps * kWarpTile;
-#pragma unroll 1
-  for (int64_t turn = 0; turn * gridDim.x < arguments.blocks; ++turn) {
-    const int64_t id = turn * gridDim.x + (turn % 2 == 0 ? blockIdx.x : gridDim.x - 1 - blockIdx.x);
-    __syncthreads();
-    if (id >= arguments.blocks) continue;
-    const int64_t block_id = last_queries_first(problem, id, arguments.per_item, arguments.plan);
-    if (!share_work(problem, block_id, arguments.per_item, arguments.plan, &work)) continue;
-    block.find(problem, work);
-    gradients_of_rows<Width>(arguments, work, block, memory, held);
-  }
+  each_row_block<Warps>(
+      problem, arguments.blocks, arguments.per_item, arguments.plan,
+      [&](const Work& work, const BlockRows<Warps>& block) { gradients_of_rows<Width>(arguments, work, block, memory, held); });
 }
 
 struct SinkArguments {
@@ -379,12 +321,8 @@ int launch_query_sums(const attn_cuda_attention& problem, const BackwardInputs& 
                                     delta,        dsink,
                                     dq,           stores_fours(dq, inputs.problem.q.dtype, inputs.problem.head_dim),
                                     held,         static_cast<int32_t>(rows.held_tiles)};
-  const Block block{rows.warps * kLanes, 1, true, false, query_sum_bytes(sizes_of(problem), rows.warps)};
-  if (rows.warps == 2) return launch(query_sums_kernel<256, 2>, arguments, rows.count, block, stream);
-  return with_width(width_of(problem.head_dim, rows.warps), [&](auto width) {
-    const auto kernel = rows.warps == 8 ? query_sums_kernel<width.value, 8> : query_sums_kernel<width.value, 4>;
-    return static_cast<int>(launch(kernel, arguments, rows.count, block, stream));
-  });
+  return launch_in_work([](auto width, auto warps) { return query_sums_kernel<decltype(width)::value, decltype(warps)::value>; },
+                        problem.head_dim, arguments, rows, query_sum_bytes(sizes_of(problem), rows.warps), stream);
 }
 
 int launch_sinks(const Attention& problem, const float* rows, float* items, float* dsinks, void* stream) {

@@ -208,6 +208,18 @@ struct BlockRows {
   __device__ __forceinline__ int32_t first_tile() const { return any.begin < any.end ? any.begin / attn::kTile * attn::kTile : 0; }
 };
 
+// use(work, rows) for every block of rows that falls to this block of threads.
+template <int Warps, typename Use>
+__device__ __forceinline__ void each_row_block(const Attention& problem, int64_t blocks, int64_t per_item, const int64_t* plan, Use use) {
+  __shared__ Work work;
+  __shared__ BlockRows<Warps> block;
+  each_turn(blocks, [&](int64_t id) {
+    if (!share_work(problem, last_queries_first(problem, id, per_item, plan), per_item, plan, &work)) return;
+    block.find(problem, work);
+    use(work, block);
+  });
+}
+
 // Chains to final scores, -inf where masked. `slot_of(j)` is the slot of element j of this lane.
 template <int Warps, int Slots, typename SlotOf>
 __device__ __forceinline__ void finish_scores(const Attention& problem, const Item& item, const BlockRows<Warps>& block, bool all_visible,

@@ -1,4 +1,4 @@
-// Host side of a launch: the caller's device is kept, the shape is checked, the block is chosen, every CUDA call's result is returned.
+// Host side of a launch: the caller's device is kept, the block is chosen, every CUDA call's result is returned.
 #pragma once
 
 #include <cuda_runtime.h>
@@ -84,39 +84,7 @@ inline cudaError_t choose_block(int device, int most_threads, int64_t rows, int6
   return cudaSuccess;
 }
 
-inline int check_shape(const attn_cuda_shape* shape, const attn_cuda_mask* mask) {
-  if (shape == nullptr) return ATTN_CUDA_NULL_POINTER;
-  for (const int64_t size : shape->sizes)
-    if (size < 0) return ATTN_CUDA_BAD_SIZE;
-  if (shape->keys < 1 || shape->keys > INT32_MAX) return ATTN_CUDA_BAD_SIZE;
-  if (mask != nullptr) {
-    if (mask->kept == nullptr || mask->positions == nullptr || mask->counts == nullptr) return ATTN_CUDA_NULL_POINTER;
-    if (mask->rows_per_batch < 1) return ATTN_CUDA_BAD_SIZE;
-  }
-  return 0;
-}
-
-inline Axes axes_of(const attn_cuda_shape& shape) {
-  const int64_t rows = shape.sizes[0] * shape.sizes[1] * shape.sizes[2];
-  return Axes{rows, shape.sizes[1], shape.sizes[2], shape.sizes[0] == 1 && shape.sizes[1] == 1, rows <= INT32_MAX};
-}
-
-inline Source source_of(const attn_cuda_rows& rows, int32_t dtype) {
-  const bool is_float = rows.dtype == ATTN_CUDA_FLOAT32 && dtype != ATTN_CUDA_FLOAT32;
-  return Source{rows.data, {rows.strides[0], rows.strides[1], rows.strides[2]}, is_float};
-}
-
 inline int64_t size_of(int32_t dtype) { return dtype == ATTN_CUDA_FLOAT32 ? 4 : 2; }
-
-// Two neighbouring keys can be accessed at once: every row starts at a multiple of two elements.
-inline bool pairs(const void* data, int32_t dtype, const int64_t (&strides)[3]) {
-  const bool even = strides[0] % 2 == 0 && strides[1] % 2 == 0 && strides[2] % 2 == 0;
-  return even && reinterpret_cast<uintptr_t>(data) % (2 * size_of(dtype)) == 0;
-}
-
-inline bool contiguous_pairs(const void* data, int32_t dtype, int64_t keys) {
-  return keys % 2 == 0 && reinterpret_cast<uintptr_t>(data) % (2 * size_of(dtype)) == 0;
-}
 
 template <typename Arguments>
 cudaError_t launch(void (*kernel)(Arguments), const Arguments& arguments, int64_t rows, const Block& block, void* stream) {

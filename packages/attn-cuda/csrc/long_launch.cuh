@@ -1,8 +1,8 @@
-// Blocks of the softmax of ordered-v2, and which rows can be read four keys at a time.
+// Blocks of the softmax of ordered-v2.
 #pragma once
 
-#include "launch.cuh"
 #include "long_tile.cuh"
+#include "softmax_launch.cuh"
 
 namespace attn_cuda {
 
@@ -23,15 +23,6 @@ inline Block long_block(int64_t keys, int most) {
   if (tiles <= 1) return Block{kNarrowThreads, kNarrowThreads / kLanes, false, true, 0};
   const bool resident = tiles <= most;
   return Block{static_cast<int>(resident ? tiles : most) * kLanes, 1, true, resident, 0};
-}
-
-inline bool quads(const void* data, int32_t dtype, const int64_t (&strides)[3]) {
-  const bool whole = strides[0] % 4 == 0 && strides[1] % 4 == 0 && strides[2] % 4 == 0;
-  return whole && reinterpret_cast<uintptr_t>(data) % (4 * size_of(dtype)) == 0;
-}
-
-inline bool contiguous_quads(const void* data, int32_t dtype, int64_t keys) {
-  return keys % 4 == 0 && reinterpret_cast<uintptr_t>(data) % (4 * size_of(dtype)) == 0;
 }
 
 }  // namespace attn_cuda

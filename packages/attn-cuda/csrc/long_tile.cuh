@@ -216,30 +216,6 @@ __device__ __forceinline__ attn::RowState long_state(const LongSlots& e, float m
   return attn::RowState{max, max < bits_to_float(0x7F800000u) ? sum : bits_to_float(attn::kQuietNaNBits)};
 }
 
-// attn::v2::merge of `count` tiles into `row`, left to right, by one warp; every lane gets the result. As in merge_tiles.
-__device__ __forceinline__ attn::RowState merge_long_tiles(const attn::RowState* tiles, int count, attn::RowState row, int lane) {
-  for (int base = 0; base < count; base += kLanes) {
-    const attn::RowState tile = base + lane < count ? tiles[base + lane] : attn::empty_row();
-    float max = maximum(row.max, tile.max);
-#pragma unroll
-    for (int distance = 1; distance < kLanes; distance *= 2) {
-      const float earlier = __shfl_up_sync(kAllLanes, max, distance);
-      if (lane >= distance) max = maximum(max, earlier);
-    }
-    float before = __shfl_up_sync(kAllLanes, max, 1);
-    if (lane == 0) before = row.max;
-    const bool live = attn::is_live(tile);
-    const float keep = live ? attn::v2::exp_nonpositive(sub(before, max)) : 1.0f;
-    const float added = live ? mul(tile.sum, attn::v2::exp_nonpositive(sub(tile.max, max))) : 0.0f;
-    const int last = min(count - base, kLanes);
-    for (int i = 0; i < last; ++i) {
-      row.sum = add(mul(row.sum, __shfl_sync(kAllLanes, keep, i)), __shfl_sync(kAllLanes, added, i));
-    }
-    row.max = __shfl_sync(kAllLanes, max, kLanes - 1);
-  }
-  return row;
-}
-
 // The factor of a tile, +0 for a dead one.
 __device__ __forceinline__ float long_factor(float tile_max, attn::RowState row) {
   return tile_max == attn::negative_infinity() ? 0.0f : attn::v2::tile_factor(tile_max, row);

@@ -1,20 +1,9 @@
 // Softmax of contract ordered-v1, section 2, backward: P from (row_max, row_sum), the tile sums of P * dP, their left-to-right sum delta,
 // then dX. P and dP stay in shared memory between the two passes; rows too long for it recompute P and read dP again.
-#include "launch.cuh"
+#include "softmax_launch.cuh"
 
 namespace attn_cuda {
 namespace {
-
-struct BackwardArguments {
-  Axes axes;
-  int64_t keys;
-  Source scores;
-  Source dprobs;
-  attn_cuda_mask mask;
-  const float* row_max;
-  const float* row_sum;
-  void* dscores;
-};
 
 // What is kept of a tile: the sum of its terms, and whether it is narrow, hence without a masked key.
 struct TileSum {
@@ -28,14 +17,14 @@ constexpr float kMasked = -1.0f;  // stands for the P of a masked key, which no 
 // P and dP of one tile and the terms P * dP. Unless it is `narrow` it may hold a masked key, which has P = kMasked and a term of +0;
 // whatever its dP holds is never used.
 template <typename In, int V, bool Masked>
-__device__ __forceinline__ bool load_pair(const In* scores, const void* dprobs, bool dprobs_are_float, const Keys& keys, int base, int lane,
+__device__ __forceinline__ bool load_pair(const In* scores, const Cotangents<In>& dprobs, const Keys& keys, int base, int lane,
                                           float row_max, Divisor row_sum, RowSlots& p, RowSlots& dp, RowSlots& terms) {
   RowSlots values;
   load_tile<In, V, Masked>(scores, keys, base, lane, attn::negative_infinity(), values);
-  if (dprobs_are_float) {
-    load_tile<float, V, Masked>(static_cast<const float*>(dprobs), keys, base, lane, 0.0f, dp);
+  if (dprobs.is_float) {
+    load_tile<float, V, Masked>(static_cast<const float*>(dprobs.data), keys, base, lane, 0.0f, dp);
   } else {
-    load_tile<In, V, Masked>(static_cast<const In*>(dprobs), keys, base, lane, 0.0f, dp);
+    load_tile<In, V, Masked>(static_cast<const In*>(dprobs.data), keys, base, lane, 0.0f, dp);
   }
   const bool narrow = is_narrow(values, row_max);
   if (narrow) {
@@ -55,7 +44,7 @@ __device__ __forceinline__ bool load_pair(const In* scores, const void* dprobs, 
 
 template <typename In, int V, bool Masked, bool Wide, bool Staged>
 __global__ void __launch_bounds__(Wide ? kBackwardThreads : kNarrowThreads, Wide ? kWideBlocks : 1)
-    softmax_backward_kernel(const __grid_constant__ BackwardArguments arguments) {
+    softmax_backward_kernel(const __grid_constant__ SoftmaxBackward arguments) {
   extern __shared__ float4 storage[];
   const Team<Wide> team;
   const Axes& axes = arguments.axes;
@@ -72,11 +61,8 @@ __global__ void __launch_bounds__(Wide ? kBackwardThreads : kNarrowThreads, Wide
       store_zeros(dscores, nullptr, total, team.member, team.size);
       continue;
     }
-    const In* scores = static_cast<const In*>(arguments.scores.data) + row_offset(axes, arguments.scores.strides, row);
-    const bool is_float = sizeof(In) == sizeof(float) || arguments.dprobs.is_float;
-    const int64_t offset = row_offset(axes, arguments.dprobs.strides, row);
-    const void* dprobs =
-        static_cast<const char*>(arguments.dprobs.data) + offset * static_cast<int64_t>(is_float ? sizeof(float) : sizeof(In));
+    const In* scores = scores_of<In>(axes, arguments.scores, row);
+    const Cotangents<In> dprobs(axes, arguments.dprobs, row);
     const Keys keys = keys_of_row<Masked>(axes, arguments.mask, arguments.keys, row);
     const int tiles = keys.tiles();
     const Divisor sum = divisor(state.sum);
@@ -87,8 +73,7 @@ __global__ void __launch_bounds__(Wide ? kBackwardThreads : kNarrowThreads, Wide
       const int end = min(tiles, begin + kChunk);
       for (int tile = begin + team.warp; tile < end; tile += team.warps) {
         RowSlots p, dp, terms;
-        const bool narrow =
-            load_pair<In, V, Masked>(scores, dprobs, is_float, keys, tile * kRowTile, team.lane, state.max, sum, p, dp, terms);
+        const bool narrow = load_pair<In, V, Masked>(scores, dprobs, keys, tile * kRowTile, team.lane, state.max, sum, p, dp, terms);
         if constexpr (Staged) {
           stage_tile<V>(staged_p + tile * kRowTile, team.lane, p);
           stage_tile<V>(staged_dp + tile * kRowTile, team.lane, dp);
@@ -109,7 +94,7 @@ __global__ void __launch_bounds__(Wide ? kBackwardThreads : kNarrowThreads, Wide
         staged_tile<V>(staged_dp + tile * kRowTile, team.lane, dp);
       } else {
         RowSlots terms;
-        load_pair<In, V, Masked>(scores, dprobs, is_float, keys, tile * kRowTile, team.lane, state.max, sum, p, dp, terms);
+        load_pair<In, V, Masked>(scores, dprobs, keys, tile * kRowTile, team.lane, state.max, sum, p, dp, terms);
       }
       if (narrow) {
 #pragma unroll
@@ -127,19 +112,12 @@ __global__ void __launch_bounds__(Wide ? kBackwardThreads : kNarrowThreads, Wide
 }
 
 template <typename In>
-cudaError_t launch_backward(const BackwardArguments& arguments, bool masked, bool paired, const Block& block, void* stream) {
-  void (*kernel)(BackwardArguments);
-  if (!block.wide) {
-    kernel = masked ? softmax_backward_kernel<In, 1, true, false, true> : softmax_backward_kernel<In, 1, false, false, true>;
-  } else if (!block.staged) {
-    kernel = masked ? softmax_backward_kernel<In, 1, true, true, false> : softmax_backward_kernel<In, 1, false, true, false>;
-  } else if (masked) {
-    kernel = softmax_backward_kernel<In, 1, true, true, true>;
-  } else {
-    kernel = paired ? softmax_backward_kernel<In, 2, false, true, true> : softmax_backward_kernel<In, 1, false, true, true>;
+struct Kernels {
+  template <int V, bool Masked, bool Wide, bool Staged>
+  static auto kernel() {
+    return softmax_backward_kernel<In, V, Masked, Wide, Staged>;
   }
-  return launch(kernel, arguments, arguments.axes.rows, block, stream);
-}
+};
 
 }  // namespace
 }  // namespace attn_cuda
@@ -148,36 +126,12 @@ extern "C" int attn_cuda_softmax_backward(int device, void* stream, const attn_c
                                           const attn_cuda_rows* dprobs, const attn_cuda_mask* mask, const float* row_max,
                                           const float* row_sum, void* dscores) {
   using namespace attn_cuda;
-  if (const int refusal = check_shape(shape, mask)) return refusal;
-  if (scores == nullptr || dprobs == nullptr) return ATTN_CUDA_NULL_POINTER;
-  if (dprobs->dtype != scores->dtype && dprobs->dtype != ATTN_CUDA_FLOAT32) return ATTN_CUDA_BAD_DTYPE;
-  const Axes axes = axes_of(*shape);
-  if (axes.rows == 0) return 0;
-  if (scores->data == nullptr || dprobs->data == nullptr || row_max == nullptr || row_sum == nullptr || dscores == nullptr)
-    return ATTN_CUDA_NULL_POINTER;
-  const DeviceScope scope(device);
-  if (scope.error() != cudaSuccess) return scope.error();
-  Block block;
-  const cudaError_t error = choose_block(device, kBackwardThreads, axes.rows, shape->keys, 2, sizeof(TileSum), &block);
-  if (error != cudaSuccess) return error;
-  const BackwardArguments arguments{axes,
-                                    shape->keys,
-                                    source_of(*scores, scores->dtype),
-                                    source_of(*dprobs, scores->dtype),
-                                    mask == nullptr ? attn_cuda_mask{} : *mask,
-                                    row_max,
-                                    row_sum,
-                                    dscores};
-  const bool paired = pairs(scores->data, scores->dtype, scores->strides) && pairs(dprobs->data, dprobs->dtype, dprobs->strides) &&
-                      contiguous_pairs(dscores, scores->dtype, shape->keys);
-  switch (scores->dtype) {
-    case ATTN_CUDA_FLOAT32:
-      return launch_backward<float>(arguments, mask != nullptr, paired, block, stream);
-    case ATTN_CUDA_BFLOAT16:
-      return launch_backward<attn::bfloat16>(arguments, mask != nullptr, paired, block, stream);
-    case ATTN_CUDA_FLOAT16:
-      return launch_backward<attn::float16>(arguments, mask != nullptr, paired, block, stream);
-    default:
-      return ATTN_CUDA_BAD_DTYPE;
-  }
+  return run_backward<2>(
+      device, shape, scores, dprobs, mask, row_max, row_sum, dscores, [&](auto element, const SoftmaxBackward& arguments, bool vectors) {
+        Block block;
+        if (const int error = choose_block(device, kBackwardThreads, arguments.axes.rows, arguments.keys, 2, sizeof(TileSum), &block))
+          return error;
+        const auto kernel = choose_kernel<Kernels<decltype(element)>, 1, 2>(block, mask != nullptr, vectors);
+        return static_cast<int>(launch(kernel, arguments, arguments.axes.rows, block, stream));
+      });
 }

@@ -1,23 +1,12 @@
 // Softmax of contract ordered-v1, section 2, forward. A team (block or warp) takes one row: its warps find the states of different tiles,
 // one warp merges them left to right, and all normalise. Global memory is read once and written once; rows too long for shared memory are
 // read twice.
-#include "launch.cuh"
+#include "softmax_launch.cuh"
 
 namespace attn_cuda {
 namespace {
 
 constexpr int kForwardWords = 3;  // of shared memory for each tile besides the scores
-
-struct ForwardArguments {
-  Axes axes;
-  int64_t keys;
-  Source scores;
-  attn_cuda_mask mask;
-  void* probs;
-  bool probs_are_float;
-  float* row_max;
-  float* row_sum;
-};
 
 // One row's values in shared memory for a team. Of wide rows kChunk tiles at a time have their state here.
 struct Shared {
@@ -81,14 +70,14 @@ __device__ __forceinline__ void normalise(const In* scores, Out* probs, const Sh
 
 template <typename In, int V, bool Masked, bool Wide, bool Staged>
 __global__ void __launch_bounds__(Wide ? kForwardThreads : kNarrowThreads, Wide ? kWideBlocks : 1)
-    softmax_forward_kernel(const __grid_constant__ ForwardArguments arguments) {
+    softmax_forward_kernel(const __grid_constant__ SoftmaxForward arguments) {
   extern __shared__ float4 storage[];
   const Team<Wide> team;
   const Axes& axes = arguments.axes;
   const Shared shared = shared_of_team<Wide, Staged>(reinterpret_cast<float*>(storage), arguments.keys, team.place());
   const int64_t step = static_cast<int64_t>(gridDim.x) * team.teams();
   for (int64_t row = static_cast<int64_t>(blockIdx.x) * team.teams() + team.place(); row < axes.rows; row += step) {
-    const In* scores = static_cast<const In*>(arguments.scores.data) + row_offset(axes, arguments.scores.strides, row);
+    const In* scores = scores_of<In>(axes, arguments.scores, row);
     const Keys keys = keys_of_row<Masked>(axes, arguments.mask, arguments.keys, row);
     const int tiles = keys.tiles(), total = static_cast<int>(arguments.keys);
     attn::RowState state = attn::empty_row();
@@ -110,7 +99,7 @@ __global__ void __launch_bounds__(Wide ? kForwardThreads : kNarrowThreads, Wide 
       begin = end;
       if (begin < tiles) team.sync();
     } while (begin < tiles);
-    if (team.member == 0) {
+    if (team.member == 0 && arguments.row_max != nullptr) {
       arguments.row_max[row] = state.max;
       arguments.row_sum[row] = state.sum;
     }
@@ -132,19 +121,12 @@ __global__ void __launch_bounds__(Wide ? kForwardThreads : kNarrowThreads, Wide 
 }
 
 template <typename In>
-cudaError_t launch_forward(const ForwardArguments& arguments, bool masked, bool paired, const Block& block, void* stream) {
-  void (*kernel)(ForwardArguments);
-  if (!block.wide) {
-    kernel = masked ? softmax_forward_kernel<In, 1, true, false, true> : softmax_forward_kernel<In, 1, false, false, true>;
-  } else if (!block.staged) {
-    kernel = masked ? softmax_forward_kernel<In, 1, true, true, false> : softmax_forward_kernel<In, 1, false, true, false>;
-  } else if (masked) {
-    kernel = softmax_forward_kernel<In, 1, true, true, true>;
-  } else {
-    kernel = paired ? softmax_forward_kernel<In, 2, false, true, true> : softmax_forward_kernel<In, 1, false, true, true>;
+struct Kernels {
+  template <int V, bool Masked, bool Wide, bool Staged>
+  static auto kernel() {
+    return softmax_forward_kernel<In, V, Masked, Wide, Staged>;
   }
-  return launch(kernel, arguments, arguments.axes.rows, block, stream);
-}
+};
 
 }  // namespace
 }  // namespace attn_cuda
@@ -152,34 +134,13 @@ cudaError_t launch_forward(const ForwardArguments& arguments, bool masked, bool 
 extern "C" int attn_cuda_softmax_forward(int device, void* stream, const attn_cuda_shape* shape, const attn_cuda_rows* scores,
                                          const attn_cuda_mask* mask, void* probs, int32_t probs_dtype, float* row_max, float* row_sum) {
   using namespace attn_cuda;
-  if (const int refusal = check_shape(shape, mask)) return refusal;
-  if (scores == nullptr) return ATTN_CUDA_NULL_POINTER;
-  if (probs_dtype != scores->dtype && probs_dtype != ATTN_CUDA_FLOAT32) return ATTN_CUDA_BAD_DTYPE;
-  const Axes axes = axes_of(*shape);
-  if (axes.rows == 0) return 0;
-  if (scores->data == nullptr || probs == nullptr || row_max == nullptr || row_sum == nullptr) return ATTN_CUDA_NULL_POINTER;
-  const DeviceScope scope(device);
-  if (scope.error() != cudaSuccess) return scope.error();
-  Block block;
-  const cudaError_t error = choose_block(device, kForwardThreads, axes.rows, shape->keys, 1, kForwardWords * sizeof(float), &block);
-  if (error != cudaSuccess) return error;
-  const ForwardArguments arguments{axes,
-                                   shape->keys,
-                                   source_of(*scores, scores->dtype),
-                                   mask == nullptr ? attn_cuda_mask{} : *mask,
-                                   probs,
-                                   probs_dtype == ATTN_CUDA_FLOAT32,
-                                   row_max,
-                                   row_sum};
-  const bool paired = pairs(scores->data, scores->dtype, scores->strides) && contiguous_pairs(probs, probs_dtype, shape->keys);
-  switch (scores->dtype) {
-    case ATTN_CUDA_FLOAT32:
-      return launch_forward<float>(arguments, mask != nullptr, paired, block, stream);
-    case ATTN_CUDA_BFLOAT16:
-      return launch_forward<attn::bfloat16>(arguments, mask != nullptr, paired, block, stream);
-    case ATTN_CUDA_FLOAT16:
-      return launch_forward<attn::float16>(arguments, mask != nullptr, paired, block, stream);
-    default:
-      return ATTN_CUDA_BAD_DTYPE;
-  }
+  return run_forward<2>(
+      device, shape, scores, mask, probs, probs_dtype, row_max, row_sum, [&](auto element, const SoftmaxForward& arguments, bool vectors) {
+        Block block;
+        if (const int error =
+                choose_block(device, kForwardThreads, arguments.axes.rows, arguments.keys, 1, kForwardWords * sizeof(float), &block))
+          return error;
+        const auto kernel = choose_kernel<Kernels<decltype(element)>, 1, 2>(block, mask != nullptr, vectors);
+        return static_cast<int>(launch(kernel, arguments, arguments.axes.rows, block, stream));
+      });
 }

@@ -1,21 +1,9 @@
 // Softmax of contract ordered-v2, backward: P from the exponentials of each tile and (row_max, row_sum), the tile sums of P * dP, their
 // left-to-right sum delta, then dX. P and dP stay in the registers of a warp; teams with more tiles than warps read and compute twice.
-#include "launch.cuh"
 #include "long_launch.cuh"
 
 namespace attn_cuda {
 namespace {
-
-struct BackwardArguments {
-  Axes axes;
-  int64_t keys;
-  Source scores;
-  Source dprobs;
-  attn_cuda_mask mask;
-  const float* row_max;
-  const float* row_sum;
-  void* dscores;
-};
 
 template <typename T, int V, bool Masked>
 __device__ __forceinline__ void load_cotangent(const void* row, const Keys& keys, LongTile tile, int lane, LongSlots& dp) {
@@ -27,14 +15,14 @@ __device__ __forceinline__ void load_cotangent(const void* row, const Keys& keys
 
 // P, dP and the sum of P * dP of one tile. A masked slot has a bit in `masked` and a term of +0; its dP is never used.
 template <typename In, int V, bool Masked>
-__device__ __forceinline__ float load_pair(const In* scores, const void* dprobs, bool dprobs_are_float, const Keys& keys, LongTile tile,
-                                           int lane, attn::RowState state, LongSlots& p, LongSlots& dp, uint32_t& masked) {
+__device__ __forceinline__ float load_pair(const In* scores, const Cotangents<In>& dprobs, const Keys& keys, LongTile tile, int lane,
+                                           attn::RowState state, LongSlots& p, LongSlots& dp, uint32_t& masked) {
   LongScores<In> loaded;
   load_long<In, V, Masked>(scores, keys, tile, lane, loaded);
-  if (sizeof(In) == sizeof(float) || dprobs_are_float) {
-    load_cotangent<float, V, Masked>(dprobs, keys, tile, lane, dp);
+  if (dprobs.is_float) {
+    load_cotangent<float, V, Masked>(dprobs.data, keys, tile, lane, dp);
   } else {
-    load_cotangent<In, V, Masked>(dprobs, keys, tile, lane, dp);
+    load_cotangent<In, V, Masked>(dprobs.data, keys, tile, lane, dp);
   }
   const float max = long_exponentials(loaded, tile, p, masked);
   long_probabilities(p, long_factor(max, state), masked);
@@ -65,7 +53,7 @@ __device__ __forceinline__ void store_gradients(In* dscores, const Keys& keys, L
 template <typename In, int V, bool Masked, bool Wide, bool Resident>
 __global__ void __launch_bounds__(Wide ? kLongBackwardWarps * kLanes : kNarrowThreads,
                                   Wide ? kLongBackwardWideBlocks : kLongBackwardNarrowBlocks)
-    softmax_v2_backward_kernel(const __grid_constant__ BackwardArguments arguments) {
+    softmax_v2_backward_kernel(const __grid_constant__ SoftmaxBackward arguments) {
   __shared__ float sums[kLongChunk];
   const Team<Wide> team;
   const Axes& axes = arguments.axes;
@@ -73,11 +61,8 @@ __global__ void __launch_bounds__(Wide ? kLongBackwardWarps * kLanes : kNarrowTh
   for (int64_t row = static_cast<int64_t>(blockIdx.x) * team.teams() + team.place(); row < axes.rows; row += step) {
     In* dscores = static_cast<In*>(arguments.dscores) + row * arguments.keys;
     const attn::RowState state{arguments.row_max[row], arguments.row_sum[row]};
-    const In* scores = static_cast<const In*>(arguments.scores.data) + row_offset(axes, arguments.scores.strides, row);
-    const bool is_float = sizeof(In) == sizeof(float) || arguments.dprobs.is_float;
-    const int64_t offset = row_offset(axes, arguments.dprobs.strides, row);
-    const void* dprobs =
-        static_cast<const char*>(arguments.dprobs.data) + offset * static_cast<int64_t>(is_float ? sizeof(float) : sizeof(In));
+    const In* scores = scores_of<In>(axes, arguments.scores, row);
+    const Cotangents<In> dprobs(axes, arguments.dprobs, row);
     const Keys keys = keys_of_row<Masked>(axes, arguments.mask, arguments.keys, row);
     // A row without a state has no tile: all of it is stored as +0.
     const int tiles = attn::is_live(state) ? long_tiles(keys.count) : 0;
@@ -89,7 +74,7 @@ __global__ void __launch_bounds__(Wide ? kLongBackwardWarps * kLanes : kNarrowTh
       const bool active = team.warp < tiles;
       const LongTile tile(keys, active ? team.warp : 0);
       if (active) {
-        const float sum = load_pair<In, V, Masked>(scores, dprobs, is_float, keys, tile, team.lane, state, p, dp, masked);
+        const float sum = load_pair<In, V, Masked>(scores, dprobs, keys, tile, team.lane, state, p, dp, masked);
         if constexpr (!Wide) delta = add(delta, sum);
         if (Wide && team.lane == 0) sums[team.warp] = sum;
       }
@@ -103,7 +88,7 @@ __global__ void __launch_bounds__(Wide ? kLongBackwardWarps * kLanes : kNarrowTh
         const int end = min(tiles, begin + kLongChunk);
         for (int index = begin + team.warp; index < end; index += team.warps) {
           const LongTile tile(keys, index);
-          const float sum = load_pair<In, V, Masked>(scores, dprobs, is_float, keys, tile, team.lane, state, p, dp, masked);
+          const float sum = load_pair<In, V, Masked>(scores, dprobs, keys, tile, team.lane, state, p, dp, masked);
           if (team.lane == 0) sums[index - begin] = sum;
         }
         team.sync();
@@ -112,7 +97,7 @@ __global__ void __launch_bounds__(Wide ? kLongBackwardWarps * kLanes : kNarrowTh
       }
       for (int index = team.warp; index < tiles; index += team.warps) {
         const LongTile tile(keys, index);
-        load_pair<In, V, Masked>(scores, dprobs, is_float, keys, tile, team.lane, state, p, dp, masked);
+        load_pair<In, V, Masked>(scores, dprobs, keys, tile, team.lane, state, p, dp, masked);
         store_gradients<In, V, Masked>(dscores, keys, tile, team.lane, p, dp, masked, delta);
       }
     }
@@ -122,22 +107,12 @@ __global__ void __launch_bounds__(Wide ? kLongBackwardWarps * kLanes : kNarrowTh
 }
 
 template <typename In>
-cudaError_t launch_backward(const BackwardArguments& arguments, bool masked, bool vectors, void* stream) {
-  const Block block = long_block(arguments.keys, kLongBackwardWarps);
-  void (*kernel)(BackwardArguments);
-  if (!block.wide) {
-    kernel = masked    ? softmax_v2_backward_kernel<In, 1, true, false, true>
-             : vectors ? softmax_v2_backward_kernel<In, 4, false, false, true>
-                       : softmax_v2_backward_kernel<In, 1, false, false, true>;
-  } else if (!block.staged) {
-    kernel = masked ? softmax_v2_backward_kernel<In, 1, true, true, false> : softmax_v2_backward_kernel<In, 1, false, true, false>;
-  } else {
-    kernel = masked    ? softmax_v2_backward_kernel<In, 1, true, true, true>
-             : vectors ? softmax_v2_backward_kernel<In, 4, false, true, true>
-                       : softmax_v2_backward_kernel<In, 1, false, true, true>;
+struct Kernels {
+  template <int V, bool Masked, bool Wide, bool Resident>
+  static auto kernel() {
+    return softmax_v2_backward_kernel<In, V, Masked, Wide, Resident>;
   }
-  return launch(kernel, arguments, arguments.axes.rows, block, stream);
-}
+};
 
 }  // namespace
 }  // namespace attn_cuda
@@ -146,33 +121,10 @@ extern "C" int attn_cuda_softmax_v2_backward(int device, void* stream, const att
                                              const attn_cuda_rows* dprobs, const attn_cuda_mask* mask, const float* row_max,
                                              const float* row_sum, void* dscores) {
   using namespace attn_cuda;
-  if (const int refusal = check_shape(shape, mask)) return refusal;
-  if (scores == nullptr || dprobs == nullptr) return ATTN_CUDA_NULL_POINTER;
-  if (dprobs->dtype != scores->dtype && dprobs->dtype != ATTN_CUDA_FLOAT32) return ATTN_CUDA_BAD_DTYPE;
-  const Axes axes = axes_of(*shape);
-  if (axes.rows == 0) return 0;
-  if (scores->data == nullptr || dprobs->data == nullptr || row_max == nullptr || row_sum == nullptr || dscores == nullptr)
-    return ATTN_CUDA_NULL_POINTER;
-  const DeviceScope scope(device);
-  if (scope.error() != cudaSuccess) return scope.error();
-  const BackwardArguments arguments{axes,
-                                    shape->keys,
-                                    source_of(*scores, scores->dtype),
-                                    source_of(*dprobs, scores->dtype),
-                                    mask == nullptr ? attn_cuda_mask{} : *mask,
-                                    row_max,
-                                    row_sum,
-                                    dscores};
-  const bool vectors = quads(scores->data, scores->dtype, scores->strides) && quads(dprobs->data, dprobs->dtype, dprobs->strides) &&
-                       contiguous_quads(dscores, scores->dtype, shape->keys);
-  switch (scores->dtype) {
-    case ATTN_CUDA_FLOAT32:
-      return launch_backward<float>(arguments, mask != nullptr, vectors, stream);
-    case ATTN_CUDA_BFLOAT16:
-      return launch_backward<attn::bfloat16>(arguments, mask != nullptr, vectors, stream);
-    case ATTN_CUDA_FLOAT16:
-      return launch_backward<attn::float16>(arguments, mask != nullptr, vectors, stream);
-    default:
-      return ATTN_CUDA_BAD_DTYPE;
-  }
+  return run_backward<4>(device, shape, scores, dprobs, mask, row_max, row_sum, dscores,
+                         [&](auto element, const SoftmaxBackward& arguments, bool vectors) {
+                           const Block block = long_block(arguments.keys, kLongBackwardWarps);
+                           const auto kernel = choose_kernel<Kernels<decltype(element)>, 4, 4>(block, mask != nullptr, vectors);
+                           return static_cast<int>(launch(kernel, arguments, arguments.axes.rows, block, stream));
+                         });
 }

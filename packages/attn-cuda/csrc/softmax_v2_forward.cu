@@ -1,24 +1,12 @@
 // Softmax of contract ordered-v2, forward. A warp takes a tile and keeps its exponentials in registers while one warp of the row's team
 // merges the tiles; global memory is read once and written once. Teams with more tiles than warps read twice and recompute.
-#include "launch.cuh"
 #include "long_launch.cuh"
 
 namespace attn_cuda {
 namespace {
 
-struct ForwardArguments {
-  Axes axes;
-  int64_t keys;
-  Source scores;
-  attn_cuda_mask mask;
-  void* probs;
-  bool probs_are_float;
-  float* row_max;
-  float* row_sum;
-};
-
 template <typename In, int V, bool Masked>
-__device__ __forceinline__ void store_probs(const ForwardArguments& arguments, int64_t row, const Keys& keys, LongTile tile, int lane,
+__device__ __forceinline__ void store_probs(const SoftmaxForward& arguments, int64_t row, const Keys& keys, LongTile tile, int lane,
                                             const LongSlots& values) {
   if (sizeof(In) == sizeof(float) || arguments.probs_are_float) {
     store_long<float, V, Masked>(static_cast<float*>(arguments.probs) + row * arguments.keys, keys, tile, lane, values);
@@ -28,7 +16,7 @@ __device__ __forceinline__ void store_probs(const ForwardArguments& arguments, i
 }
 
 template <typename In>
-__device__ __forceinline__ void store_dropped(const ForwardArguments& arguments, int64_t row, const uint8_t* kept, int first, int step) {
+__device__ __forceinline__ void store_dropped(const SoftmaxForward& arguments, int64_t row, const uint8_t* kept, int first, int step) {
   const int total = static_cast<int>(arguments.keys);
   if (sizeof(In) == sizeof(float) || arguments.probs_are_float) {
     store_zeros(static_cast<float*>(arguments.probs) + row * arguments.keys, kept, total, first, step);
@@ -42,7 +30,7 @@ template <typename In, int V, bool Masked, bool Wide, bool Resident>
 __global__ void __launch_bounds__(Wide ? kLongWarps<In> * kLanes : kNarrowThreads, !Wide      ? kLongNarrowBlocks
                                                                                    : Resident ? kLongWideBlocks
                                                                                               : 1)
-    softmax_v2_forward_kernel(const __grid_constant__ ForwardArguments arguments) {
+    softmax_v2_forward_kernel(const __grid_constant__ SoftmaxForward arguments) {
   __shared__ attn::RowState states[kLongChunk];
   __shared__ float factors[kLongChunk];
   __shared__ attn::RowState shared_row;
@@ -50,7 +38,7 @@ __global__ void __launch_bounds__(Wide ? kLongWarps<In> * kLanes : kNarrowThread
   const Axes& axes = arguments.axes;
   const int64_t step = static_cast<int64_t>(gridDim.x) * team.teams();
   for (int64_t row = static_cast<int64_t>(blockIdx.x) * team.teams() + team.place(); row < axes.rows; row += step) {
-    const In* scores = static_cast<const In*>(arguments.scores.data) + row_offset(axes, arguments.scores.strides, row);
+    const In* scores = scores_of<In>(axes, arguments.scores, row);
     const Keys keys = keys_of_row<Masked>(axes, arguments.mask, arguments.keys, row);
     const int tiles = long_tiles(keys.count);
     attn::RowState state = attn::empty_row();
@@ -77,7 +65,7 @@ __global__ void __launch_bounds__(Wide ? kLongWarps<In> * kLanes : kNarrowThread
       }
       team.sync();
       if (team.warp == 0) {
-        state = merge_long_tiles(states, tiles, state, team.lane);
+        state = merge_tiles<attn::v2::exp_nonpositive>(states, tiles, state, team.lane);
         if (team.lane < tiles) factors[team.lane] = long_factor(states[team.lane].max, state);
       }
       team.sync();
@@ -97,7 +85,7 @@ __global__ void __launch_bounds__(Wide ? kLongWarps<In> * kLanes : kNarrowThread
           if (team.lane == 0) states[index - begin] = found;
         }
         team.sync();
-        if (team.warp == 0) state = merge_long_tiles(states, end - begin, state, team.lane);
+        if (team.warp == 0) state = merge_tiles<attn::v2::exp_nonpositive>(states, end - begin, state, team.lane);
         if (end < tiles) team.sync();
       }
       if (team.member == 0) shared_row = state;
@@ -111,7 +99,7 @@ __global__ void __launch_bounds__(Wide ? kLongWarps<In> * kLanes : kNarrowThread
         store_probs<In, V, Masked>(arguments, row, keys, tile, team.lane, values);
       }
     }
-    if (team.member == 0) {
+    if (team.member == 0 && arguments.row_max != nullptr) {
       arguments.row_max[row] = state.max;
       arguments.row_sum[row] = state.sum;
     }
@@ -121,22 +109,12 @@ __global__ void __launch_bounds__(Wide ? kLongWarps<In> * kLanes : kNarrowThread
 }
 
 template <typename In>
-cudaError_t launch_forward(const ForwardArguments& arguments, bool masked, bool vectors, void* stream) {
-  const Block block = long_block(arguments.keys, kLongWarps<In>);
-  void (*kernel)(ForwardArguments);
-  if (!block.wide) {
-    kernel = masked    ? softmax_v2_forward_kernel<In, 1, true, false, true>
-             : vectors ? softmax_v2_forward_kernel<In, 4, false, false, true>
-                       : softmax_v2_forward_kernel<In, 1, false, false, true>;
-  } else if (!block.staged) {
-    kernel = masked ? softmax_v2_forward_kernel<In, 1, true, true, false> : softmax_v2_forward_kernel<In, 1, false, true, false>;
-  } else {
-    kernel = masked    ? softmax_v2_forward_kernel<In, 1, true, true, true>
-             : vectors ? softmax_v2_forward_kernel<In, 4, false, true, true>
-                       : softmax_v2_forward_kernel<In, 1, false, true, true>;
+struct Kernels {
+  template <int V, bool Masked, bool Wide, bool Resident>
+  static auto kernel() {
+    return softmax_v2_forward_kernel<In, V, Masked, Wide, Resident>;
   }
-  return launch(kernel, arguments, arguments.axes.rows, block, stream);
-}
+};
 
 }  // namespace
 }  // namespace attn_cuda
@@ -144,31 +122,10 @@ cudaError_t launch_forward(const ForwardArguments& arguments, bool masked, bool 
 extern "C" int attn_cuda_softmax_v2_forward(int device, void* stream, const attn_cuda_shape* shape, const attn_cuda_rows* scores,
                                             const attn_cuda_mask* mask, void* probs, int32_t probs_dtype, float* row_max, float* row_sum) {
   using namespace attn_cuda;
-  if (const int refusal = check_shape(shape, mask)) return refusal;
-  if (scores == nullptr) return ATTN_CUDA_NULL_POINTER;
-  if (probs_dtype != scores->dtype && probs_dtype != ATTN_CUDA_FLOAT32) return ATTN_CUDA_BAD_DTYPE;
-  const Axes axes = axes_of(*shape);
-  if (axes.rows == 0) return 0;
-  if (scores->data == nullptr || probs == nullptr || row_max == nullptr || row_sum == nullptr) return ATTN_CUDA_NULL_POINTER;
-  const DeviceScope scope(device);
-  if (scope.error() != cudaSuccess) return scope.error();
-  const ForwardArguments arguments{axes,
-                                   shape->keys,
-                                   source_of(*scores, scores->dtype),
-                                   mask == nullptr ? attn_cuda_mask{} : *mask,
-                                   probs,
-                                   probs_dtype == ATTN_CUDA_FLOAT32,
-                                   row_max,
-                                   row_sum};
-  const bool vectors = quads(scores->data, scores->dtype, scores->strides) && contiguous_quads(probs, probs_dtype, shape->keys);
-  switch (scores->dtype) {
-    case ATTN_CUDA_FLOAT32:
-      return launch_forward<float>(arguments, mask != nullptr, vectors, stream);
-    case ATTN_CUDA_BFLOAT16:
-      return launch_forward<attn::bfloat16>(arguments, mask != nullptr, vectors, stream);
-    case ATTN_CUDA_FLOAT16:
-      return launch_forward<attn::float16>(arguments, mask != nullptr, vectors, stream);
-    default:
-      return ATTN_CUDA_BAD_DTYPE;
-  }
+  return run_forward<4>(device, shape, scores, mask, probs, probs_dtype, row_max, row_sum,
+                        [&](auto element, const SoftmaxForward& arguments, bool vectors) {
+                          const Block block = long_block(arguments.keys, kLongWarps<decltype(element)>);
+                          const auto kernel = choose_kernel<Kernels<decltype(element)>, 4, 4>(block, mask != nullptr, vectors);
+                          return static_cast<int>(launch(kernel, arguments, arguments.axes.rows, block, stream));
+                        });
 }

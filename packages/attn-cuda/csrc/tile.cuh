@@ -109,9 +109,10 @@ __device__ __forceinline__ TileState tile_state(const float (&scores)[N], int la
   return TileState{{max, tree_sum<V>(terms, lane)}, narrow_max};
 }
 
-// attn::merge of `count` tiles into `row`, left to right, by one warp; every lane gets the result.
+// attn::merge, or that of the contract of Exp, of `count` tiles into `row`, left to right, by one warp; every lane gets the result.
 // The running maxima are a prefix maximum, so all exponentials are computed at once and only RN(RN(s * a) + c) is a chain. A dead tile has
 // a = 1 and c = +0, which keep s; the first live one has a = exp(-inf) = +0 and exp(0) = 1, which copy its sum.
+template <float (*Exp)(float) = exp_nonpositive>
 __device__ __forceinline__ attn::RowState merge_tiles(const attn::RowState* tiles, int count, attn::RowState row, int lane) {
   for (int base = 0; base < count; base += kLanes) {
     const attn::RowState tile = base + lane < count ? tiles[base + lane] : attn::empty_row();
@@ -124,8 +125,8 @@ __device__ __forceinline__ attn::RowState merge_tiles(const attn::RowState* tile
     float before = __shfl_up_sync(kAllLanes, max, 1);
     if (lane == 0) before = row.max;
     const bool live = attn::is_live(tile);
-    const float keep = live ? exp_nonpositive(sub(before, max)) : 1.0f;
-    const float added = live ? mul(tile.sum, exp_nonpositive(sub(tile.max, max))) : 0.0f;
+    const float keep = live ? Exp(sub(before, max)) : 1.0f;
+    const float added = live ? mul(tile.sum, Exp(sub(tile.max, max))) : 0.0f;
     const int last = min(count - base, kLanes);
     for (int i = 0; i < last; ++i) {
       row.sum = add(mul(row.sum, __shfl_sync(kAllLanes, keep, i)), __shfl_sync(kAllLanes, added, i));

@@ -10,13 +10,12 @@ import datetime
 import platform
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 from attn_spec import Call
 from attn_spec._registry import get_backend
-from attn_spec._trace import Recording
 from attn_spec.testing.asserts import assert_same
+from attn_spec.testing.recordings import record
 
 from attn_shared_tests import problems
 from attn_shared_tests.problems import QKV
@@ -64,28 +63,6 @@ def golden_calls() -> dict[str, Call]:
             "joint_attn_av_gemm", {"probs": (1, 4, 5, 40), "v": (1, 2, 40, 9)}, "out", (1, 4, 5, 9), "bfloat16", "bfloat16"
         ),
     }
-
-
-def record(call: Call, results: dict[str, np.ndarray], header: dict[str, Any]) -> Recording:
-    """A call and its results as a recording."""
-    arrays = {f"in.{name}": array for name, array in call.arrays.items()}
-    arrays |= {f"cotangent.{name}": array for name, array in (call.cotangents or {}).items()}
-    arrays |= {f"out.{name}": array for name, array in results.items()}
-    return Recording(
-        arrays, {**header, "op": call.op, "options": dict(call.options), "wrt": list(call.wrt), "contract": call.contract or CONTRACT}
-    )
-
-
-def replay(recording: Recording) -> tuple[Call, dict[str, np.ndarray]]:
-    """The call of a recording and the results that it must give."""
-    parts: dict[str, dict[str, np.ndarray]] = {"in": {}, "cotangent": {}, "out": {}}
-    for name, array in recording.arrays.items():
-        kind, _, argument = name.partition(".")
-        parts[kind][argument] = array
-    header = recording.header
-    options = {name: tuple(value) if isinstance(value, list) else value for name, value in header["options"].items()}
-    call = Call(header["op"], parts["in"], options, parts["cotangent"] or None, tuple(header["wrt"]), header["contract"])
-    return call, parts["out"]
 
 
 def main(arguments: list[str] | None = None) -> None:

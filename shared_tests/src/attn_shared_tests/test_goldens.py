@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 from attn_spec._trace import Recording
 from attn_spec.testing.asserts import assert_same
+from attn_spec.testing.recordings import record, replay
 from attn_spec.testing.runner import Evaluate, Runner
 
 from attn_shared_tests import faulty, goldens
@@ -18,7 +19,7 @@ FILES = sorted(goldens.FOLDER.glob("*.safetensors"))
 
 
 def check_golden(evaluate: Evaluate, path: Path) -> None:
-    call, expected = goldens.replay(Recording.load(path))
+    call, expected = replay(Recording.load(path))
     assert_same(evaluate(call), expected, path.stem)
 
 
@@ -45,9 +46,9 @@ def test_a_golden_is_small_and_says_where_it_is_from(path: Path) -> None:
 def test_recordings_hold_the_calls_of_the_generator(tmp_path: Path) -> None:
     """A golden file is the recording of its call; a changed call needs a new file."""
     for name, call in goldens.golden_calls().items():
-        stored, results = goldens.replay(Recording.load(goldens.FOLDER / f"{name}.safetensors"))
-        goldens.record(call, results, {}).save(tmp_path / name)
-        again, _ = goldens.replay(Recording.load(tmp_path / name))
+        stored, results = replay(Recording.load(goldens.FOLDER / f"{name}.safetensors"))
+        record(call, results, {}).save(tmp_path / name)
+        again, _ = replay(Recording.load(tmp_path / name))
         assert identity(again) == identity(stored), name
 
 

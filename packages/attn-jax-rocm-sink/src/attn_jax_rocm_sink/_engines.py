@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import jax
 from attn_spec import Capabilities, OperatorSupport
 
-from attn_jax_rocm_sink import _ffi
+from attn_jax_rocm_sink import _cuda, _ffi
 
 __all__ = ["ENGINES", "Engine", "select"]
 
@@ -34,31 +34,48 @@ def _host_unavailable() -> str | None:
     return None
 
 
-_ATTENTION = OperatorSupport(
-    features=frozenset(
-        {
-            "bias",
-            "causal",
-            "dropout",
-            "gradient",
-            "k_start",
-            "key_padding_mask",
-            "kv_lengths",
-            "q_start",
-            "return_lse",
-            "sinks",
-            "window",
-        }
-    )
+def _cuda_unavailable() -> str | None:
+    return _cuda.unavailable()
+
+
+def _cuda_fingerprint() -> str:
+    return f"{_ffi.load('cuda').fingerprint}+attn-cuda-{_cuda.load().fingerprint}"
+
+
+def _hip_unavailable() -> str | None:
+    reason = _ffi.load("hip").reason
+    if reason is not None:
+        return reason
+    try:
+        jax.local_devices(backend="rocm")
+    except RuntimeError as error:
+        return f"JAX has no ROCm platform here: {error}"
+    return None
+
+
+_FEATURES = frozenset(
+    {"bias", "causal", "dropout", "gradient", "k_start", "key_padding_mask", "kv_lengths", "q_start", "return_lse", "sinks", "window"}
 )
 
 ENGINES: Mapping[str, Engine] = {
     "host": Engine(
         "host",
-        Capabilities(devices=("cpu",), operators={"attention": _ATTENTION}),
+        Capabilities(devices=("cpu",), operators={"attention": OperatorSupport(_FEATURES)}),
         _host_unavailable,
         lambda: _ffi.load().fingerprint,
-    )
+    ),
+    "cuda": Engine(
+        "cuda",
+        Capabilities(devices=("cuda",), operators={"attention": OperatorSupport(_FEATURES - {"dropout"}, max_head_dim=256)}),
+        _cuda_unavailable,
+        _cuda_fingerprint,
+    ),
+    "hip": Engine(
+        "hip",
+        Capabilities(devices=("rocm",), operators={"attention": OperatorSupport(_FEATURES, max_head_dim=256)}),
+        _hip_unavailable,
+        lambda: _ffi.load("hip").fingerprint,
+    ),
 }
 
 

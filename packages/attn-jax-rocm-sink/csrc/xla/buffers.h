@@ -5,23 +5,17 @@
 #include <algorithm>
 #include <cstdint>
 #include <map>
-#include <stdexcept>
 #include <string>
 #include <string_view>
 #include <type_traits>
 #include <vector>
 
-#include "attn/host/attention.h"
+#include "../config.h"
 #include "xla/ffi/api/ffi.h"
 
-namespace attn::xla_host {
+namespace attn::engine {
 
 namespace ffi = ::xla::ffi;
-
-// Becomes INVALID_ARGUMENT at the boundary of a handler.
-class InvalidCall : public std::invalid_argument {
-  using std::invalid_argument::invalid_argument;
-};
 
 class Buffers {
  public:
@@ -38,6 +32,14 @@ class Buffers {
     const ffi::AnyBuffer* found = find(name);
     if (found == nullptr) throw InvalidCall("operand " + std::string(name) + " is missing");
     return *found;
+  }
+
+  // Refuses buffers that are in none of the lists.
+  void require_only(const std::vector<std::string_view>& names, const std::vector<std::string_view>& more) const {
+    for (const auto& entry : buffers_)
+      if (std::find(names.begin(), names.end(), entry.first) == names.end() &&
+          std::find(more.begin(), more.end(), entry.first) == more.end())
+        throw InvalidCall("operand " + entry.first + " has no place in this call");
   }
 
  private:
@@ -73,33 +75,33 @@ Buffers name_buffers(std::string_view names, const List& list) {
   return buffers;
 }
 
-inline void require_shape(std::string_view name, const ffi::AnyBuffer& buffer, const std::vector<int64_t>& shape) {
-  const auto dimensions = buffer.dimensions();
-  if (!std::equal(dimensions.begin(), dimensions.end(), shape.begin(), shape.end()))
-    throw InvalidCall(std::string(name) + " has a shape that does not fit the other operands");
+inline void require_count(std::string_view name, const ffi::AnyBuffer& buffer, int64_t count) {
+  if (static_cast<int64_t>(buffer.element_count()) != count)
+    throw InvalidCall(std::string(name) + " has " + std::to_string(buffer.element_count()) + " elements; the call needs " +
+                      std::to_string(count));
 }
 
 inline void require_type(std::string_view name, const ffi::AnyBuffer& buffer, ffi::DataType type) {
   if (buffer.element_type() != type) throw InvalidCall(std::string(name) + " has an element type that this handler does not take");
 }
 
-inline host::DType float_type(std::string_view name, const ffi::AnyBuffer& buffer) {
+inline DType float_type(std::string_view name, const ffi::AnyBuffer& buffer) {
   switch (buffer.element_type()) {
     case ffi::F32:
-      return host::DType::float32;
+      return DType::float32;
     case ffi::BF16:
-      return host::DType::bfloat16;
+      return DType::bfloat16;
     case ffi::F16:
-      return host::DType::float16;
+      return DType::float16;
     default:
       throw InvalidCall(std::string(name) + " must be float32, bfloat16 or float16");
   }
 }
 
-// XLA may hand out a null pointer for a buffer without elements; the kernels read null as absent.
+// XLA may hand out a null pointer for a buffer without elements; engines read null as absent.
 inline void* data_of(const ffi::AnyBuffer& buffer) {
   static int64_t empty;
   return buffer.element_count() == 0 ? &empty : buffer.untyped_data();
 }
 
-}  // namespace attn::xla_host
+}  // namespace attn::engine

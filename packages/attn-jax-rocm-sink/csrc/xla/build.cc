@@ -1,6 +1,7 @@
 // What this library was built from, readable without JAX: a runtime older than these headers must be refused before a handler is
 // registered.
-#include "attn/host/arrays.h"
+#include "build.h"
+
 #include "xla/ffi/api/c_api.h"
 
 #if !defined(ATTN_BUILD_JAXLIB)
@@ -14,4 +15,4 @@ extern "C" const char* attn_jax_rocm_sink_jaxlib() { return ATTN_BUILD_JAXLIB; }
 
 extern "C" const char* attn_jax_rocm_sink_ffi_version() { return ATTN_TEXT(XLA_FFI_API_MAJOR) "." ATTN_TEXT(XLA_FFI_API_MINOR); }
 
-extern "C" const char* attn_jax_rocm_sink_fingerprint() { return attn::host::build_fingerprint(); }
+extern "C" const char* attn_jax_rocm_sink_fingerprint() { return attn::engine::fingerprint(); }

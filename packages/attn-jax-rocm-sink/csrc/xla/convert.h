@@ -1,5 +1,5 @@
-// Conversion of small operands to what the host kernels take: contiguous float32 and int64. Exact; gradients are rounded once on the way
-// back.
+// Conversion of small operands in host memory to what engines take: contiguous float32 and int64. Exact; gradients are rounded once on the
+// way back.
 #pragma once
 
 #include <vector>
@@ -7,7 +7,7 @@
 #include "attn/float_bits.h"
 #include "buffers.h"
 
-namespace attn::xla_host {
+namespace attn::engine {
 
 template <typename T>
 std::vector<float> widen(const void* data, size_t count) {
@@ -28,14 +28,13 @@ class FloatOperand {
  public:
   FloatOperand() = default;
   FloatOperand(std::string_view name, const ffi::AnyBuffer& buffer) {
-    const host::DType type = float_type(name, buffer);
-    if (type == host::DType::float32) {
+    const DType type = float_type(name, buffer);
+    if (type == DType::float32) {
       data_ = static_cast<const float*>(data_of(buffer));
       return;
     }
     const void* source = data_of(buffer);
-    copy_ =
-        type == host::DType::bfloat16 ? widen<bfloat16>(source, buffer.element_count()) : widen<float16>(source, buffer.element_count());
+    copy_ = type == DType::bfloat16 ? widen<bfloat16>(source, buffer.element_count()) : widen<float16>(source, buffer.element_count());
     copy_.reserve(1);
     data_ = copy_.data();
   }
@@ -52,28 +51,28 @@ class FloatResult {
  public:
   FloatResult() = default;
   FloatResult(std::string_view name, const ffi::AnyBuffer& buffer) : type_(float_type(name, buffer)), target_(data_of(buffer)) {
-    if (type_ != host::DType::float32) copy_.resize(buffer.element_count());
+    if (type_ != DType::float32) copy_.resize(buffer.element_count());
     copy_.reserve(1);
   }
 
-  float* data() { return type_ == host::DType::float32 ? static_cast<float*>(target_) : copy_.data(); }
+  float* data() { return type_ == DType::float32 ? static_cast<float*>(target_) : copy_.data(); }
 
   void store() const {
-    if (type_ == host::DType::bfloat16) narrow<bfloat16>(copy_, target_);
-    if (type_ == host::DType::float16) narrow<float16>(copy_, target_);
+    if (type_ == DType::bfloat16) narrow<bfloat16>(copy_, target_);
+    if (type_ == DType::float16) narrow<float16>(copy_, target_);
   }
 
  private:
-  host::DType type_ = host::DType::float32;
+  DType type_ = DType::float32;
   void* target_ = nullptr;
   std::vector<float> copy_;
 };
 
-// int32 or int64 [B] as int64; without 64-bit mode JAX has int32 only.
-inline std::vector<int64_t> integers(std::string_view name, const ffi::AnyBuffer& buffer, int64_t size) {
-  require_shape(name, buffer, {size});
+// int32 or int64 as int64; without 64-bit mode JAX has int32 only.
+inline std::vector<int64_t> integers(std::string_view name, const ffi::AnyBuffer& buffer) {
+  const size_t size = buffer.element_count();
   std::vector<int64_t> wide;
-  wide.reserve(static_cast<size_t>(size) + 1);
+  wide.reserve(size + 1);
   if (buffer.element_type() == ffi::S32) {
     const int32_t* values = static_cast<const int32_t*>(data_of(buffer));
     wide.assign(values, values + size);
@@ -86,4 +85,4 @@ inline std::vector<int64_t> integers(std::string_view name, const ffi::AnyBuffer
   return wide;
 }
 
-}  // namespace attn::xla_host
+}  // namespace attn::engine
