@@ -12,7 +12,9 @@ __all__ = ["LIBRARY", "build"]
 
 LIBRARY = "libamdhip64.so.7"
 SOURCES = Path(__file__).parent / "src"
-BUILD = Path(__file__).resolve().parents[3] / "build" / "amd-interpreter"
+ROOT = Path(__file__).resolve().parents[3]
+BUILD = ROOT / "build" / "amd-interpreter"
+HEADERS = ROOT / "packages" / "attn-spec" / "src" / "attn_spec" / "include"
 # No flag lets the compiler change a value: contraction is off, and the last two only allow loops over lanes to be vectorised.
 FLAGS = ("-std=c++20", "-march=native", "-fPIC", "-Wall", "-Wextra", "-Werror", "-fno-strict-aliasing", "-ffp-contract=off")
 FLAGS += ("-fno-trapping-math", "-fno-math-errno", "-D__HIP_PLATFORM_AMD__")
@@ -30,7 +32,7 @@ def hip_headers() -> Path:
 
 def build(folder: Path = BUILD) -> Path:
     """The path of the library. What a source, a header or a flag has changed is compiled again; all of it takes about 30 s of one core."""
-    flags = [*FLAGS, "-isystem", str(hip_headers())]
+    flags = [*FLAGS, f"-I{HEADERS}", "-isystem", str(hip_headers())]
     shared = hashlib.sha256(repr((flags, QUICKLY)).encode())
     for header in sorted(SOURCES.glob("*.h")):
         shared.update(header.read_bytes())
