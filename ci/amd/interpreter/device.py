@@ -44,7 +44,7 @@ class Module:
 
 
 class Device:
-    """A GPU of ``target`` played by the library at ``library`` (``interpreter.build()``). One process has one; making another renames it."""
+    """A GPU of ``target`` played by ``library`` (``interpreter.build()``). A process has one; making another changes its target."""
 
     def __init__(self, library: Path, target: str) -> None:
         self.library = ctypes.CDLL(str(library), mode=ctypes.RTLD_GLOBAL)

@@ -13,7 +13,7 @@ from attn_jax_rocm_sink._bias import alibi_slopes
 from attn_spec._errors import ContractViolation
 from attn_spec.testing.asserts import assert_bytes, assert_close, assert_zero
 from jax_calls import bits
-from plain_attention import plain_attention
+from jax_plain_attention import plain_attention
 
 B, S, T, H, K, D, V = 2, 6, 8, 4, 2, 5, 3
 SCALE = 0.4
@@ -249,6 +249,7 @@ BAD: list[tuple[dict[str, Any], type[Exception], str]] = [
     ({"qkv_layout": QKVLayout.BSHD_BS2HD}, ValueError, r"BSHD_BS2HD needs \[B, S, H, D\] and \[B, T, 2, K, D\]"),
     ({"qkv": (Q, KEY[:1], VALUE[:1])}, ValueError, "must share the batch and the head dim"),
     ({"context_parallel_axis": "context"}, ValueError, "the sequence cannot be sharded"),
+    ({"max_segments_per_seq": 0}, ValueError, "max_segments_per_seq must be at least 1; got 0"),
     ({"dropout_probability": 0.5}, ValueError, "dropout_p > 0 needs dropout_seed"),
     ({"qkv": (Q[:, :, :3], KEY, VALUE)}, ValueError, "multiple of kv heads"),
 ]

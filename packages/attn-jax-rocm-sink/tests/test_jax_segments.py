@@ -15,7 +15,7 @@ from attn_spec._errors import ContractViolation
 from attn_spec._registry import get_backend
 from attn_spec.testing.asserts import assert_bytes, assert_zero
 from jax_calls import bits
-from plain_attention import plain_attention
+from jax_plain_attention import plain_attention
 
 B, S, T, H, K, D = 2, 10, 12, 4, 2, 5
 SCALE = 0.4

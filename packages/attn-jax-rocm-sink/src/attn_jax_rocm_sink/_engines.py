@@ -34,6 +34,14 @@ def _host_unavailable() -> str | None:
     return None
 
 
+def _cuda_unavailable() -> str | None:
+    return _cuda.unavailable()
+
+
+def _cuda_fingerprint() -> str:
+    return f"{_ffi.load('cuda').fingerprint}+attn-cuda-{_cuda.load().fingerprint}"
+
+
 def _hip_unavailable() -> str | None:
     reason = _ffi.load("hip").reason
     if reason is not None:
@@ -59,8 +67,8 @@ ENGINES: Mapping[str, Engine] = {
     "cuda": Engine(
         "cuda",
         Capabilities(devices=("cuda",), operators={"attention": OperatorSupport(_FEATURES - {"dropout"}, max_head_dim=256)}),
-        _cuda.unavailable,
-        lambda: f"{_ffi.load('cuda').fingerprint}+attn-cuda-{_cuda.load().fingerprint}",
+        _cuda_unavailable,
+        _cuda_fingerprint,
     ),
     "hip": Engine(
         "hip",
