@@ -92,6 +92,8 @@ def test_a_broken_library_is_a_reason(folder: Path) -> None:
 def test_info_names_the_build() -> None:
     done = subprocess.run([sys.executable, "-m", "attn_jax_rocm_sink", "info"], capture_output=True, text=True, check=True, timeout=120)
     assert f"engine host (cpu): usable, build {_ffi.load().fingerprint}" in done.stdout
+    assert f"libattn_jax_rocm_sink.so, built against jaxlib {_ffi.load().jaxlib} (FFI " in done.stdout
+    assert "devices: " in done.stdout and all(f"engine {name} (" in done.stdout for name in ("cuda", "hip", "ck", "xla"))
     assert len(_ffi.load().fingerprint) == 64
     assert _versions.release(_ffi.load().ffi_version) <= (0, 3)
 

@@ -8,18 +8,22 @@ import jax
 from jaxlib import version as jaxlib_version
 
 import attn_jax_rocm_sink
-from attn_jax_rocm_sink import _xla
+from attn_jax_rocm_sink import _ffi, _xla
 from attn_jax_rocm_sink._engines import ENGINES
 
 
 def info() -> str:
     """The report as text."""
     lines = [f"attn_jax_rocm_sink {attn_jax_rocm_sink.__version__}, jax {jax.__version__}, jaxlib {jaxlib_version.__version__}"]
+    lines.append(f"devices: {', '.join(f'{device.platform}:{device.id} ({device.device_kind})' for device in jax.local_devices())}")
     for engine in ENGINES.values():
         reason = engine.unavailable()
         devices = ", ".join(engine.capabilities.devices)
         state = f"usable, build {engine.fingerprint()}" if reason is None else f"not usable: {reason}"
         lines.append(f"engine {engine.name} ({devices}): {state}")
+        library = _ffi.load(engine.name)
+        if library.path is not None:
+            lines.append(f"  {library.path.name}, built against jaxlib {library.jaxlib} (FFI {library.ffi_version})")
         for name, support in engine.capabilities.operators.items():
             lines.append(f"  {name}: {', '.join(support.dtypes)}; {', '.join(sorted(support.features))}")
     lines.append(f"engine {_xla.NAME} (any device): plain jax.numpy, outside every contract; only when asked for by name")
