@@ -28,8 +28,8 @@ __device__ inline bool is_kept(const Attention& attention, const Item& item, con
   if (dropout.threshold == 0) return true;
   const uint32_t* words = attention.tensors.dropout_seed;
   dropout.seed = static_cast<uint64_t>(words[1]) << 32 | words[0];
-  return keeps(dropout, static_cast<uint32_t>(item.batch), static_cast<uint32_t>(row.head), static_cast<uint32_t>(row.query),
-               static_cast<uint32_t>(key));
+  return keeps(dropout, words[2] + static_cast<uint32_t>(item.batch), words[3] + static_cast<uint32_t>(row.head),
+               static_cast<uint32_t>(row.query), static_cast<uint32_t>(key));
 }
 
 // P or dS of a masked pair, which has no term. No other value has these bits, by the zero rule and because P is not negative.
