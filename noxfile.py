@@ -14,6 +14,7 @@ import nox
 ROOT = Path(__file__).resolve().parent
 sys.path.insert(0, str(ROOT / "ci"))
 from cpu_torch import CudaTorchOnly, cpu_source, nvidia_packages  # noqa: E402
+from rocm_machine import RUNNERS, absent_rows, decide, detect  # noqa: E402
 
 if sys.version_info < (3, 11):
     sys.exit(f"attn needs Python 3.11 or newer, and this nox runs on {sys.version.split()[0]}: make the environment with a newer python3.")
@@ -28,7 +29,7 @@ nox.options.sessions = ["lint", "types", "tests"]
 NAMES = ["attn-spec", "attn-reference", "attn-triton", "attn-cuda", "attn-jax-rocm-sink"]
 FOLDERS = {**{name: f"packages/{name}" for name in NAMES}, "attn-shared-tests": "shared_tests"}
 TEST_TOOLS = ["pytest", "pytest-xdist", "hypothesis", "safetensors", "pybind11", "cmake", "ninja"]
-TEST_PATHS = ["-n", "2", "--attn-sample", "8", "ci/tests", "packages", "--pyargs", "attn_shared_tests"]
+TEST_PATHS = ["-n", "2", "--durations", "20", "--attn-sample", "8", "ci/tests", "packages", "--pyargs", "attn_shared_tests"]
 TESTED, CPU, OLDEST, BUILD = (f"ci/constraints{part}.txt" for part in ("", "-cpu", "-oldest", "-build"))
 NATIVE = ("*.h", "*.cuh", "*.cpp", "*.cc", "*.cu", "*.hip")
 CLANG = "clang++-22"
@@ -186,7 +187,7 @@ def build(session: nox.Session) -> None:
 def install(session: nox.Session) -> None:
     """Install each package of dist/ alone, run its README, and build each sdist without git, nvcc or a compiler."""
     build_into_dist(session)
-    session.install("-c", TESTED, "pytest", "uv", "pip")
+    session.install("-c", TESTED, "pytest", "pytest-xdist", "uv", "pip")
     for name, folder in FOLDERS.items():
         environment = Path("build/install", name)
         python = str(environment / "bin/python")
@@ -194,7 +195,7 @@ def install(session: nox.Session) -> None:
         needed = [FOLDERS["attn-spec"], folder, *([FOLDERS["attn-reference"]] if name == "attn-shared-tests" else [])]
         install_third_party(session, *third_party(*needed), into=python)
         session.run_install("python", "-m", "pip", "--python", python, "install", "--quiet", "--no-index", "--find-links", "dist", name)
-    session.run("pytest", "ci/installs", *session.posargs, env=interpreter())
+    session.run("pytest", "-n", "2", "ci/installs", *session.posargs, env=interpreter())
 
 
 @nox.session
@@ -233,11 +234,59 @@ def aarch64(session: nox.Session) -> None:
 
 @nox.session
 def clang(session: nox.Session) -> None:
-    """Compile the arithmetic headers as HIP device code for the supported AMD GPUs and find no contraction outside the fused chain."""
+    """Compile headers, HIP kernels and Triton kernels for AMD GPUs without one: read the code objects, and run them in the interpreter."""
     require(session, CLANG, f"{CLANG.replace('++', '')} lld-22")
-    session.install("-c", TESTED, "pytest")
+    require(session, "llvm-objdump-22", "llvm-22")
+    require(session, "clang-offload-bundler-22", "clang-tools-22")
+    install_everything(session)
+    session.run("pytest", "ci/amd", *session.posargs)
+
+
+@nox.session
+def aiter_headers(session: nox.Session) -> None:
+    """Check the types of the ck engine's calls against AITER's headers; ``-- FOLDER`` names a checkout, else one is cloned to build."""
+    require(session, CLANG, f"{CLANG.replace('++', '')} lld-22")
+    folder = session.posargs[0] if session.posargs else "build/aiter"
+    if not Path(folder).exists():
+        clone = ["git", "clone", "--quiet", "--depth", "1", "--filter=blob:none", "--sparse", "https://github.com/ROCm/aiter", folder]
+        session.run(*clone, external=True)
+        session.run("git", "-C", folder, "sparse-checkout", "set", "csrc/include", external=True)
+    session.install("-c", TESTED, "numpy")
     session.install("-c", CPU, "--no-deps", "triton")
-    session.run("pytest", "ci/amd")
+    session.install("--no-deps", FOLDERS["attn-spec"])
+    session.run("python", "ci/amd/aiter_headers.py", folder, "build/aiter_headers")
+
+
+@nox.session
+def rocm(session: nox.Session) -> None:
+    """Build the hip engine and run everything on this machine's AMD GPUs; without HIP say so; HIP that cannot be built with is an error.
+
+    Engines over torch need its ROCm build: ``nox --no-venv -s rocm`` takes the environment as it is.
+    """
+    machine = detect()
+    step = decide(machine)
+    session.log(step.text)
+    if step.error is not None:
+        session.error(step.error)
+    if step.build:
+        install_everything(session)
+        install_hip_engine(session, str(machine.compiler))
+    if not step.run:
+        session.log("\n".join(["not run:", *absent_rows(step.text if not step.build else "no AMD GPU here; the hip engine was built")]))
+        return
+    backends = [argument for name in RUNNERS for argument in ("--attn-backend", name)]
+    session.run("pytest", *backends, "--attn-device", "rocm", "--pyargs", "attn_shared_tests", *session.posargs)
+    session.run("python", "benchmarks/cross_backend.py", "--output", "build/rocm")
+
+
+def install_hip_engine(session: nox.Session, folder: str) -> None:
+    """JAX's ROCm plugin, and attn-jax-rocm-sink built with the compiler in ``folder``; an error where the build has no hip engine."""
+    if session.virtualenv.is_sandboxed:
+        version = str(session.run("python", "-c", "import jax; print(jax.__version__)", silent=True)).strip()
+        session.install(f"jax-rocm7-plugin=={version}", f"jax-rocm7-pjrt=={version}")
+        built = ["--no-deps", "--force-reinstall", "--no-cache", "--find-links", "dist", FOLDERS["attn-jax-rocm-sink"]]
+        session.install(*built, env={"ROCM_PATH": folder})
+    session.run("python", "ci/hip_engine.py")
 
 
 @nox.session(python="3.12")

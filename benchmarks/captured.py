@@ -22,6 +22,7 @@ class Captured:
     source = "captured q, k, v of all-MiniLM-L6-v2, layer 0"
     dtypes = ("bfloat16", "float32")
     operator = "attention"
+    pairs = 2 * 12 * 320 * 320
 
     def layer_call(self, dtype: str, *, gradients: bool = True) -> Call:
         arrays = Recording.load(FILE).arrays

@@ -2,17 +2,21 @@
 
 ``python benchmarks/cross_backend.py --output build/cross_backend`` prints progress and a table, writes ``report.json`` and ``report.html``,
 and exits 1 when a row is ``different``. Sampled rows are compared with attn_reference's PyTorch definition; whole layers with the first
-engine that runs them, with the recorded digests, and with the sample.
+engine that runs them, with the recorded digests, and with the sample. Each case and dtype is a task; tasks run in processes side by side.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import multiprocessing
+import os
 import sys
 import time
 from collections.abc import Iterator, Mapping
+from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass, field, replace
+from functools import cache
 from pathlib import Path
 
 import numpy as np
@@ -20,12 +24,14 @@ from attn_spec import Backend, Call, UnsupportedProblem
 from attn_spec._compare import Difference, difference, digest
 from attn_spec._contract import CONTRACTS, default_contract
 from attn_spec._registry import get_backend, installed, load
-from attn_spec.testing.cases import CASES, Sample
+from attn_spec.testing.cases import CASES, Case, Sample
 from captured import Captured
 from report import Row, table, write
 
 DEFINITION = ("attn_reference", "pytorch")
 DIGESTS = Path(__file__).parent / "layer_digests.json"
+Layer = Case | Captured
+ALL_CASES: dict[str, Layer] = {**CASES, Captured.name: Captured()}
 
 
 @dataclass(frozen=True)
@@ -47,36 +53,51 @@ class Runner:
         return self.backend.evaluate(call, device=self.device, engine=self.engine)
 
 
+@dataclass(frozen=True)
+class Task:
+    """One case in one dtype. ``started`` is the wall clock (s) of the whole job; ``recorded``: layer digests to check, None: none."""
+
+    case: str
+    dtype: str
+    layers: bool
+    recorded: Mapping[str, str] | None
+    started: float
+
+
 @dataclass
 class Job:
     """Rows so far, with progress on standard error."""
 
     runners: list[Runner]
+    started: float
     rows: list[Row] = field(default_factory=list)
     digests: dict[str, str] = field(default_factory=dict)
-    started: float = field(default_factory=time.perf_counter)
 
     def say(self, text: str) -> None:
-        print(f"[{time.perf_counter() - self.started:6.1f} s] {text}", file=sys.stderr, flush=True)
+        print(f"[{time.time() - self.started:6.1f} s] {text}", file=sys.stderr, flush=True)
 
     def add(self, **fields: object) -> None:
         self.rows.append(Row(**fields))  # type: ignore[arg-type]
 
 
-def find_runners(job: Job) -> None:
+@cache
+def find_runners() -> tuple[list[Runner], list[Row]]:
     """Usable engines; an engine that is not usable becomes one ``absent`` row with its reason."""
+    runners: list[Runner] = []
+    absent: list[Row] = []
     for name in installed():
         loaded = load(name)
         if loaded.backend is None:
-            job.add(op="all", backend=name, device="-", status="absent", reason=str(loaded.error))
+            absent.append(Row(op="all", backend=name, device="-", status="absent", reason=str(loaded.error)))
             continue
         for engine in loaded.backend.engines:
             for device in loaded.backend.capabilities(engine).devices:
                 reason = loaded.backend.unavailable(device, engine)
                 if reason is None:
-                    job.runners.append(Runner(loaded.backend, engine, device))
+                    runners.append(Runner(loaded.backend, engine, device))
                 else:
-                    job.add(op="all", backend=f"{name}:{engine}", device=device, status="absent", reason=reason)
+                    absent.append(Row(op="all", backend=f"{name}:{engine}", device=device, status="absent", reason=reason))
+    return runners, absent
 
 
 def directions(call: Call, found: Mapping[str, np.ndarray]) -> Iterator[tuple[str, list[str]]]:
@@ -132,20 +153,35 @@ def record(
         )
 
 
-def run_samples(job: Job, case: Captured, definition: Runner) -> dict[str, dict[str, np.ndarray]]:
-    """Every engine on every sampled call; returns the definition's attention results by dtype."""
-    kept: dict[str, dict[str, np.ndarray]] = {}
-    for dtype in case.dtypes:
-        for sample in case.sample_calls(dtype, definition.evaluate):
-            for call in under_each_contract(sample.call, sample.dtype):
-                start = time.perf_counter()
+def run(task: Task) -> tuple[list[Row], dict[str, str]]:
+    """Rows of one task, and the digests of its layer."""
+    job = Job(find_runners()[0], task.started)
+    case = ALL_CASES[task.case]
+    sampled = run_samples(job, case, task.dtype, Runner(get_backend(DEFINITION[0]), DEFINITION[1], "cpu"))
+    if task.layers:
+        run_layer(job, case, task.dtype, sampled, task.recorded)
+    return job.rows, job.digests
+
+
+def run_samples(job: Job, case: Layer, dtype: str, definition: Runner) -> dict[str, np.ndarray]:
+    """Every engine on every sampled call; returns the definition's attention results."""
+    kept: dict[str, np.ndarray] = {}
+    for sample in case.sample_calls(dtype, definition.evaluate):
+        for call in under_each_contract(sample.call, sample.dtype):
+            start = time.perf_counter()
+            try:
                 expected = definition.evaluate(call)
-                seconds = time.perf_counter() - start
-                name = f"{call.op}{'' if call.contract is None else f' {call.contract}'} {sample.dtype}"
-                job.say(f"{case.name} {name} sample ({sample.fraction:.2%}): {seconds:.1f} s by the definition")
-                if call.op in ("attention", "attention_varlen"):
-                    kept[dtype] = expected
-                run_sample(job, case.name, call, sample, definition, expected)
+            except UnsupportedProblem as refusal:
+                if call.contract is None:
+                    raise
+                refuse(job, definition, case.name, call, sample.dtype, sample.fraction, refusal)
+                continue
+            seconds = time.perf_counter() - start
+            name = f"{call.op}{'' if call.contract is None else f' {call.contract}'} {sample.dtype}"
+            job.say(f"{case.name} {name} sample ({sample.fraction:.2%}): {seconds:.1f} s by the definition")
+            if call.contract is None and call.op in ("attention", "attention_varlen"):
+                kept = expected
+            run_sample(job, case.name, call, sample, definition, expected)
     return kept
 
 
@@ -185,36 +221,33 @@ def refuse(job: Job, runner: Runner, case: str, call: Call, dtype: str, fraction
     )
 
 
-def run_layers(job: Job, case: Captured, sampled: dict[str, dict[str, np.ndarray]], recorded: Mapping[str, str] | None) -> None:
-    """Whole layers on the engines that are quick enough: against each other, the recorded digests (None: not checked) and the sample."""
+def run_layer(job: Job, case: Layer, dtype: str, sampled: Mapping[str, np.ndarray], recorded: Mapping[str, str] | None) -> None:
+    """The whole layer on the engines that are quick enough: against each other, the recorded digests (None: not checked) and the sample."""
     able = [runner for runner in job.runners if runner.backend.runs_layers(runner.device, runner.engine) and runner.supports(case.operator)]
-    for dtype in case.dtypes:
-        call = case.layer_call(dtype)
-        first: tuple[str, dict[str, np.ndarray]] | None = None
-        for runner in able:
-            start = time.perf_counter()
-            try:
-                found = runner.evaluate(call)
-            except UnsupportedProblem as refusal:
-                refuse(job, runner, case.name, call, dtype, 1.0, refusal)
-                continue
-            seconds = time.perf_counter() - start
-            job.say(f"{case.name} {call.op} {dtype} layer by {runner.name} on {runner.device}: {seconds:.1f} s")
-            key = f"{case.name} {dtype}"
-            if first is None:
-                first = (runner.name, found)
-                job.digests.update({f"{key} {name}": digest(array) for name, array in found.items()})
-                if recorded is not None:
-                    check_digests(job, runner, case.name, call, dtype, seconds, recorded)
-                check_sample(job, runner, case, call, dtype, seconds, found, sampled[dtype])
-            else:
-                record(job, runner, case.name, call, dtype, 1.0, seconds, found, first[1], first[0])
+    call = case.layer_call(dtype)
+    first: tuple[str, dict[str, np.ndarray]] | None = None
+    for runner in able:
+        start = time.perf_counter()
+        try:
+            found = runner.evaluate(call)
+        except UnsupportedProblem as refusal:
+            refuse(job, runner, case.name, call, dtype, 1.0, refusal)
+            continue
+        seconds = time.perf_counter() - start
+        job.say(f"{case.name} {call.op} {dtype} layer by {runner.name} on {runner.device}: {seconds:.1f} s")
+        if first is None:
+            first = (runner.name, found)
+            job.digests.update({f"{case.name} {dtype} {name}": digest(array) for name, array in found.items()})
+            if recorded is not None:
+                check_digests(job, runner, case.name, call, dtype, seconds, recorded)
+            check_sample(job, runner, case, call, dtype, seconds, found, sampled)
+        else:
+            record(job, runner, case.name, call, dtype, 1.0, seconds, found, first[1], first[0])
 
 
 def check_digests(job: Job, runner: Runner, case: str, call: Call, dtype: str, seconds: float, recorded: Mapping[str, str]) -> None:
-    keys = [key for key in job.digests if key.startswith(f"{case} {dtype} ")]
-    wrong = [key.rpartition(" ")[2] for key in keys if key in recorded and recorded[key] != job.digests[key]]
-    missing = [key.rpartition(" ")[2] for key in keys if key not in recorded]
+    wrong = [key.rpartition(" ")[2] for key, found in job.digests.items() if key in recorded and recorded[key] != found]
+    missing = [key.rpartition(" ")[2] for key in job.digests if key not in recorded]
     job.add(
         op=call.op,
         direction="both",
@@ -232,7 +265,7 @@ def check_digests(job: Job, runner: Runner, case: str, call: Call, dtype: str, s
     )
 
 
-def check_sample(job: Job, runner: Runner, case: Captured, call: Call, dtype: str, seconds: float, found: dict, sample: Mapping) -> None:
+def check_sample(job: Job, runner: Runner, case: Layer, call: Call, dtype: str, seconds: float, found: dict, sample: Mapping) -> None:
     """The layer's sampled rows are the bytes that the definition computed for those rows alone."""
     part = case.sampled_part(found)
     names = [name for name in part if name in sample]
@@ -255,32 +288,45 @@ def check_sample(job: Job, runner: Runner, case: Captured, call: Call, dtype: st
     )
 
 
+def run_all(tasks: list[Task], processes: int) -> Iterator[tuple[list[Row], dict[str, str]]]:
+    """Results in the order of ``tasks``, which run with the largest layer first, so that no process is left alone with it at the end."""
+    # Each process takes its share of the cores, and JAX no more GPU memory than it uses.
+    os.environ.setdefault("OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 1) // processes)))
+    os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
+    with ProcessPoolExecutor(processes, multiprocessing.get_context("spawn")) as pool:
+        order = sorted(range(len(tasks)), key=lambda index: -ALL_CASES[tasks[index].case].pairs)
+        futures = {index: pool.submit(run, tasks[index]) for index in order}
+        yield from (futures[index].result() for index in range(len(tasks)))
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--output", type=Path, default=Path("build/cross_backend"), help="folder for report.json and report.html")
     parser.add_argument("--case", action="append", help="run only this case (repeatable)")
     parser.add_argument("--no-layers", action="store_true", help="samples only")
+    parser.add_argument("--processes", type=int, default=os.cpu_count() or 1, help="tasks that run side by side (default: one a core)")
     parser.add_argument("--record-digests", action="store_true", help="write the digests of the whole layers instead of checking them")
     options = parser.parse_args()
-    cases = {**CASES, Captured.name: Captured()}
-    unknown = [name for name in options.case or () if name not in cases]
+    unknown = [name for name in options.case or () if name not in ALL_CASES]
     if unknown:
-        parser.error(f"unknown case {', '.join(unknown)}; known: {', '.join(cases)}")
-    job = Job([])
-    find_runners(job)
-    definition = Runner(get_backend(DEFINITION[0]), DEFINITION[1], "cpu")
+        parser.error(f"unknown case {', '.join(unknown)}; known: {', '.join(ALL_CASES)}")
+    if options.processes < 1:
+        parser.error(f"--processes must be at least 1; got {options.processes}")
+    runners, absent = find_runners()
+    job = Job(runners, time.time(), [*absent])
     job.say(f"engines: {', '.join(f'{runner.name} on {runner.device}' for runner in job.runners)}; contracts: {', '.join(CONTRACTS)}")
     recorded = None if options.record_digests else json.loads(DIGESTS.read_text())
-    for name in options.case or cases:
-        sampled = run_samples(job, cases[name], definition)
-        if not options.no_layers:
-            run_layers(job, cases[name], sampled, recorded)
+    names = options.case or ALL_CASES
+    tasks = [Task(name, dtype, not options.no_layers, recorded, job.started) for name in names for dtype in ALL_CASES[name].dtypes]
+    for rows, digests in run_all(tasks, min(options.processes, len(tasks))):
+        job.rows += rows
+        job.digests |= digests
     if options.record_digests:
         DIGESTS.write_text(json.dumps(dict(sorted(job.digests.items())), indent=1) + "\n")
     add_refusals(job)
     write(job.rows, options.output)
     print(table(job.rows))
-    print(f"report: {options.output / 'report.json'} and report.html, {time.perf_counter() - job.started:.0f} s")
+    print(f"report: {options.output / 'report.json'} and report.html, {time.time() - job.started:.0f} s")
     return 1 if any(row.status == "different" for row in job.rows) else 0
 
 

@@ -33,7 +33,7 @@ if(CMAKE_CUDA_COMPILER_VERSION VERSION_GREATER_EQUAL 12.8)
 endif()
 
 # Runs in every build, since the environment's nvcc flags may differ from those at configuration.
-file(GLOB attn_headers CONFIGURE_DEPENDS "${attn_include}/attn/*.h")
+file(GLOB attn_headers CONFIGURE_DEPENDS "${attn_include}/attn/*.h" "${attn_include}/attn/cuda/*.h")
 file(GLOB own_files CONFIGURE_DEPENDS "${CMAKE_CURRENT_SOURCE_DIR}/csrc/*.cuh" "${CMAKE_CURRENT_SOURCE_DIR}/csrc/*.h" "${CMAKE_CURRENT_SOURCE_DIR}/csrc/*.cpp")
 list(TRANSFORM kernels PREPEND "${CMAKE_CURRENT_SOURCE_DIR}/" OUTPUT_VARIABLE kernel_paths)
 string(REPLACE ";" "," fingerprint_files "${kernel_paths};${own_files};${attn_headers}")
@@ -61,7 +61,8 @@ foreach(library attn_cuda_kernels attn_cuda_softmax)
   set_target_properties(${library} PROPERTIES POSITION_INDEPENDENT_CODE ON CUDA_RUNTIME_LIBRARY Static)
 endforeach()
 
-pybind11_add_module(_cuda MODULE csrc/module.cpp csrc/attention_module.cpp)
+pybind11_add_module(_cuda MODULE csrc/module.cpp csrc/attention_module.cpp csrc/interface.cpp)
 target_link_libraries(_cuda PRIVATE attn_cuda_kernels)
+target_include_directories(_cuda PRIVATE "${attn_include}")
 set_target_properties(_cuda PROPERTIES CUDA_RUNTIME_LIBRARY Static)
 install(TARGETS _cuda DESTINATION attn_cuda)

@@ -7,14 +7,11 @@
 
 #include <stdint.h>
 
+#include "attn/cuda/interface.h"
+
 #ifdef __cplusplus
 extern "C" {
 #endif
-
-enum attn_cuda_dtype { ATTN_CUDA_FLOAT32 = 0, ATTN_CUDA_BFLOAT16 = 1, ATTN_CUDA_FLOAT16 = 2 };
-
-// Refusals; positive codes are cudaError_t.
-enum attn_cuda_refusal { ATTN_CUDA_BAD_DTYPE = -1, ATTN_CUDA_BAD_SIZE = -2, ATTN_CUDA_NULL_POINTER = -3 };
 
 // Rows of `keys` scores over three outer axes. Row r is the r-th index of sizes[0] x sizes[1] x sizes[2], last axis fastest. 1 <= keys <
 // 2^31.

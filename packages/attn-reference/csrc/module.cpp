@@ -1,5 +1,5 @@
-// attn_reference._host: the host kernels of ordered-v1 and ordered-v2 over raw addresses and element strides. The GIL is released while
-// they run.
+// attn_reference._host: the host kernels of ordered-v1, ordered-v2 and sm90-v1 over raw addresses and element strides. The GIL is released
+// while they run.
 #include <pybind11/pybind11.h>
 #include <pybind11/stl.h>
 
@@ -9,6 +9,7 @@
 
 #include "attn/host/attention.h"
 #include "attn/host/joint.h"
+#include "attn/host/sm90.h"
 
 namespace py = pybind11;
 namespace host = attn::host;
@@ -180,10 +181,59 @@ void define_attention(py::module_& module) {
       py::arg("dv"), py::arg("dsinks"), py::arg("dbias"), py::arg("dbias_shape"), py::arg("threads"), py::arg("variant"));
 }
 
+void check_sm90(const host::AttentionProblem& problem) {
+  check(problem);
+  const bool widths = problem.head_dim == 64 || problem.head_dim == 128 || problem.head_dim == 256;
+  if (!widths || problem.value_dim != problem.head_dim)
+    throw py::value_error("attention: sm90-v1 takes head dims 64, 128 and 256, one for q, k, v");
+  if (problem.dtype == host::DType::float32) throw py::value_error("attention: sm90-v1 takes bfloat16 and float16");
+  if (problem.query_mask || problem.key_mask || problem.bias || problem.dropout_p > 0.0)
+    throw py::value_error("attention: sm90-v1 takes no masks, bias or dropout");
+}
+
+void define_sm90(py::module_& module) {
+  module.def(
+      "sm90_chain",
+      [](const std::array<int64_t, 3>& sizes, host::DType dtype, Address a, Address b, Address c, int threads, const std::string& variant) {
+        const host::Sm90Chain chain{sizes[0], sizes[1], sizes[2], dtype, pointer<void>(a), pointer<void>(b), pointer<float>(c)};
+        const host::Variant chosen = variant_of(variant);
+        const py::gil_scoped_release release;
+        host::sm90_chain(chain, threads, chosen);
+      },
+      py::arg("sizes"), py::arg("dtype"), py::arg("a"), py::arg("b"), py::arg("c"), py::arg("threads"), py::arg("variant"));
+  module.def(
+      "sm90_forward",
+      [](const host::AttentionProblem& problem, double factor, Address table, const Array& out, Address lse, Address n, Address l,
+         Address o, int threads, const std::string& variant) {
+        check_sm90(problem);
+        const host::Sm90Options options{static_cast<float>(factor), pointer<const float>(table)};
+        const host::Sm90Forward results{out.output(), pointer<float>(lse), pointer<float>(n), pointer<float>(l), pointer<float>(o)};
+        const host::Variant chosen = variant_of(variant);
+        const py::gil_scoped_release release;
+        host::sm90_forward(problem, options, results, threads, chosen);
+      },
+      py::arg("problem"), py::arg("factor"), py::arg("table"), py::arg("out"), py::arg("lse"), py::arg("n"), py::arg("l"), py::arg("o"),
+      py::arg("threads"), py::arg("variant"));
+  module.def(
+      "sm90_backward",
+      [](const host::AttentionProblem& problem, double factor, Address table, const Array& dout, const Array& out, Address lse,
+         Address dlse, Address dq, Address dk, Address dv, Address dsinks, int threads, const std::string& variant) {
+        check_sm90(problem);
+        const host::Sm90Options options{static_cast<float>(factor), pointer<const float>(table)};
+        const host::Sm90Backward gradients{dout.input(),      out.input(),       pointer<const float>(lse), pointer<const float>(dlse),
+                                           pointer<void>(dq), pointer<void>(dk), pointer<void>(dv),         pointer<float>(dsinks)};
+        const host::Variant chosen = variant_of(variant);
+        const py::gil_scoped_release release;
+        host::sm90_backward(problem, options, gradients, threads, chosen);
+      },
+      py::arg("problem"), py::arg("factor"), py::arg("table"), py::arg("dout"), py::arg("out"), py::arg("lse"), py::arg("dlse"),
+      py::arg("dq"), py::arg("dk"), py::arg("dv"), py::arg("dsinks"), py::arg("threads"), py::arg("variant"));
+}
+
 }  // namespace
 
 PYBIND11_MODULE(_host, module) {
-  module.doc() = "Host kernels of ordered-v1 and ordered-v2 over raw addresses.";
+  module.doc() = "Host kernels of ordered-v1, ordered-v2 and sm90-v1 over raw addresses.";
   py::enum_<host::DType>(module, "DType")
       .value("float32", host::DType::float32)
       .value("bfloat16", host::DType::bfloat16)
@@ -207,4 +257,5 @@ PYBIND11_MODULE(_host, module) {
   define_product(module, "product_over_keys", host::product_over_keys);
   define_product(module, "product_over_queries", host::product_over_queries);
   define_attention(module);
+  define_sm90(module);
 }

@@ -4,6 +4,7 @@
 #include "attn/float_bits.h"
 #include "attn/ordered.h"
 #include "attn/philox.h"
+#include "attn/sm90.h"
 #include "attn/tile_tree.h"
 
 extern "C" {
@@ -42,6 +43,15 @@ void merge_all(const float* max_a, const float* sum_a, const float* max_b, const
 
 void gradient_all(const float* p, const float* dp, const float* delta, float* out, int64_t n) {
   for (int64_t i = 0; i < n; ++i) out[i] = attn::score_gradient(p[i], dp[i], delta[i]);
+}
+
+void ex2_all(const float* in, const float* table, float* out, int64_t n) {
+  for (int64_t i = 0; i < n; ++i) out[i] = attn::sm90::ex2(in[i], table);
+}
+
+// One tensor-core step of bfloat16 operands: a and b are [n][16].
+void step_all(const float* c, const float* a, const float* b, float* out, int64_t n) {
+  for (int64_t i = 0; i < n; ++i) out[i] = attn::sm90::tensor_step(c[i], a + 16 * i, 1, b + 16 * i, 1, -126);
 }
 
 float lse(float max, float sum) { return attn::log_sum_exp({max, sum}); }

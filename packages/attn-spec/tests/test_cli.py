@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 
 import attn_spec.cli.check as check_module
 import numpy as np
@@ -10,6 +11,8 @@ import pytest
 from attn_spec.__main__ import main
 from attn_spec._registry import get_backend
 from attn_spec._trace import Recording
+from attn_spec.testing.inputs import Sizes, random_call
+from attn_spec.testing.recordings import record, replay
 
 SMALL = ["--batch", "3", "--heads", "4", "--kv-heads", "2", "--seq", "5", "--keys", "9", "--head-dim", "8"]
 
@@ -150,3 +153,38 @@ def test_explain_exits_1_when_nothing_runs_the_problem(capsys):
 def test_production_attention_has_no_contract(capsys):
     main(["explain", "--op", "attn"])
     assert "cpu none" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("contract", ("ordered-v1", "sm90-v1"))
+def test_check_runs_the_contract_that_it_names(contract, monkeypatch, capsys):
+    assert main(["check", "--contract", contract, "--seq", "5", "--heads", "2", "--candidate", "host", "--check-grad"]) == 0
+    assert f"trace contract: {contract}" in capsys.readouterr().out
+    seen = []
+    monkeypatch.setattr(check_module, "check", lambda call, *rest: seen.append(call.contract) or {})
+    main(["check", "--contract", contract])
+    assert seen == [contract]
+
+
+def recorded(path, flip=False):
+    """A small call of sm90-v1 with its results, one bit of them wrong with ``flip``."""
+    call = replace(random_call("attention", "bfloat16", Sizes(batch=1, heads=2, queries=3, keys=130), gradients=True), contract="sm90-v1")
+    results = get_backend("attn_reference").evaluate(call, engine="host")
+    if flip:
+        results["lse"] = np.nextafter(results["lse"], np.float32(9))
+    record(call, results, {"device": "somewhere"}).save(path)
+    return str(path)
+
+
+def test_check_computes_a_recording_again(tmp_path, capsys):
+    assert main(["check", "--recording", recorded(tmp_path / "a")]) == 0
+    printed = capsys.readouterr().out
+    assert "5 of 5 passed" in printed and "recorded device: somewhere" in printed and "recorded contract: sm90-v1" in printed
+    assert main(["check", "--recording", recorded(tmp_path / "b", flip=True), "--json"]) == 1
+    rows = json.loads(capsys.readouterr().out)["rows"]
+    assert [name for name, row in rows.items() if not row["passed"]] == ["lse"]
+
+
+def test_check_refuses_a_recording_without_a_call(tmp_path):
+    Recording({"out.lse": np.zeros(1, np.float32)}, {"op": "attention"}).save(tmp_path / "c")
+    with pytest.raises(ValueError, match="describes no call: its header lacks options, wrt, contract"):
+        replay(Recording.load(tmp_path / "c"))

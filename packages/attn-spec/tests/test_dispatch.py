@@ -70,7 +70,7 @@ def test_nobody_left_lists_every_rejection(install: Install) -> None:
         ({"name": "atention"}, r"unknown operator 'atention'; known: joint_attn_qk_gemm, .*attention"),
         ({"name": SOFTMAX, "backend": "bad"}, r"unknown backend 'bad'; known: good"),
         ({"name": SOFTMAX, "backend": "good:bad"}, r"unknown engine of good 'bad'; known: plain, other"),
-        ({"name": SOFTMAX, "contract": "ordered-v0"}, r"unknown contract 'ordered-v0'; known: ordered-v1, ordered-v2"),
+        ({"name": SOFTMAX, "contract": "ordered-v0"}, r"unknown contract 'ordered-v0'; known: ordered-v1, ordered-v2, sm90-v1"),
         ({"name": SOFTMAX, "device": "abacus"}, r"unknown device 'abacus'; known: cpu, cuda, rocm"),
     ),
 )

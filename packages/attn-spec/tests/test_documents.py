@@ -9,7 +9,13 @@ import pytest
 from attn_spec._contract import CONTRACTS
 
 ROOT = Path(__file__).parents[3]
-FOLDERS = (ROOT / "shared_tests/src/attn_shared_tests", Path(__file__).parent, ROOT / "packages/attn-cuda/tests", ROOT / "ci/tests")
+FOLDERS = (
+    ROOT / "shared_tests/src/attn_shared_tests",
+    Path(__file__).parent,
+    ROOT / "packages/attn-cuda/tests",
+    ROOT / "packages/attn-jax-rocm-sink/tests",
+    ROOT / "ci/tests",
+)
 TABLE = ROOT / "docs/public-failures.md"
 IDS = {
     "A": (1, 2, 3, 4, 5, 7, 8, 10, 11, 13, 14),

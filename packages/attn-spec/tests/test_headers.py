@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 from attn_spec import include_dir
 from attn_spec._arrays import bfloat16, from_float32, to_float32
+from attn_spec._sm90 import ex2_table
 from attn_spec.testing.asserts import assert_bytes
 
 F32 = np.float32
@@ -211,3 +212,60 @@ def test_philox_known_answers(library: ctypes.CDLL, counter: tuple[int, ...], ke
 def test_a_fast_math_build_is_refused(tmp_path: Path) -> None:
     built = compile_with("-ffast-math", target=tmp_path / "fast.so")
     assert built.returncode != 0 and "fast-math build cannot keep the bits" in built.stderr
+
+
+def test_ex2_is_the_text_of_sm90_v1(library: ctypes.CDLL) -> None:
+    """The table below zero, the point beside it above, whole steps, and the ends."""
+    table = ex2_table()
+    inf, nan = np.inf, np.nan
+    x = np.array([0.0, -0.0, 1e-40, -1, -126, -126.5, -inf, 127, 128, inf, nan], F32)
+    expected = np.array([1, 1, 1, 0.5, 2.0**-126, 0, 0, 2.0**127, inf, inf, nan], F32)
+    step = np.arange(1, 1 << 23, 40503)
+    below, above = -(step / 2.0**23), np.append(step[:-1], (1 << 23) - 1) / 2.0**23
+    beside = np.append(table, F32(1 - 2.0**-24))[np.append(step[:-1], (1 << 23) - 1) + 1]
+    cases = (
+        (x, expected),
+        (below.astype(F32), table[(1 << 23) - step]),
+        (above.astype(F32), beside * F32(2)),
+        ((below[below > -0.5] - 2.0**-24).astype(F32), table[(1 << 23) - step[below > -0.5]]),
+        ((np.floor(below * 2**10) / 2**10 - 7).astype(F32), ex2_of_multiples(table, np.floor(below * 2**10).astype(int)) * F32(2.0**-7)),
+    )
+    for arguments, values in cases:
+        found = np.empty(arguments.shape, F32)
+        pointers = [ctypes.c_void_p(array.ctypes.data) for array in (arguments, table, found)]
+        library.ex2_all(*pointers, ctypes.c_int64(arguments.size))
+        assert_bytes(found, values.astype(F32), "ex2")
+
+
+def ex2_of_multiples(table: np.ndarray, n: np.ndarray) -> np.ndarray:
+    """ex2 at n / 2^10 for n in [-2^10, 0)."""
+    return table[(1 << 23) + n * (1 << 13)]
+
+
+def test_the_step_is_the_text_of_sm90_v1(library: ctypes.CDLL) -> None:
+    """Known sums: truncation of every term to one unit, a product that is not renormalised, the sum toward zero, zeros, and the ends."""
+    rows = (
+        # c, a, b, result
+        (1.0, {0: 2.0**-24}, {0: 1.0}, 1.0),
+        (1.0, {0: -(2.0**-26)}, {0: 1.0}, 1.0),  # below the unit 2^-25: lost
+        (1.0, {0: -(2.0**-25)}, {0: 1.0}, 1 - 2.0**-24),
+        (1.0, {0: 1.5, 1: -(2.0**-24)}, {0: 1.5, 1: 1.0}, 3.25 - 2.0**-22),  # 1.5 * 1.5 has exponent 0: unit 2^-25
+        (2.0**-20, {0: 1.0, 1: -1.0}, {0: 32.0, 1: 32.0}, 2.0**-20),
+        (2.0**-21, {0: 1.0, 1: -1.0}, {0: 32.0, 1: 32.0}, 0.0),
+        (-0.0, {}, {}, 0.0),
+        (-3.0, {}, {}, -3.0),
+        (0.0, {0: 2.0**64}, {0: 2.0**64}, np.inf),
+        (0.0, {0: -(2.0**127)}, {0: 1.5}, -1.5 * 2.0**127),
+        (1.0, {0: np.inf}, {0: 0.0}, np.nan),
+        (-np.inf, {0: np.inf}, {0: 1.0}, np.nan),
+        (2.0**-149, {0: 2.0**-100}, {0: 2.0**-48}, 3 * 2.0**-149),
+    )
+    a, b = (np.zeros((len(rows), 16), F32) for _ in range(2))
+    for index, row in enumerate(rows):
+        for operand, terms in ((a, row[1]), (b, row[2])):
+            for place, value in terms.items():
+                operand[index, place] = value
+    c, found = np.array([row[0] for row in rows], F32), np.empty(len(rows), F32)
+    pointers = [ctypes.c_void_p(array.ctypes.data) for array in (c, a, b, found)]
+    library.step_all(*pointers, ctypes.c_int64(len(rows)))
+    assert_bytes(found, np.array([row[3] for row in rows], F32), "steps")

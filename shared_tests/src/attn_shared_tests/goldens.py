@@ -15,8 +15,8 @@ from typing import Any
 import numpy as np
 from attn_spec import Call
 from attn_spec._registry import get_backend
-from attn_spec._trace import Recording
 from attn_spec.testing.asserts import assert_same
+from attn_spec.testing.recordings import record
 
 from attn_shared_tests import problems
 from attn_shared_tests.problems import QKV
@@ -66,26 +66,20 @@ def golden_calls() -> dict[str, Call]:
     }
 
 
-def record(call: Call, results: dict[str, np.ndarray], header: dict[str, Any]) -> Recording:
-    """A call and its results as a recording."""
-    arrays = {f"in.{name}": array for name, array in call.arrays.items()}
-    arrays |= {f"cotangent.{name}": array for name, array in (call.cotangents or {}).items()}
-    arrays |= {f"out.{name}": array for name, array in results.items()}
-    return Recording(
-        arrays, {**header, "op": call.op, "options": dict(call.options), "wrt": list(call.wrt), "contract": call.contract or CONTRACT}
-    )
-
-
-def replay(recording: Recording) -> tuple[Call, dict[str, np.ndarray]]:
-    """The call of a recording and the results that it must give."""
-    parts: dict[str, dict[str, np.ndarray]] = {"in": {}, "cotangent": {}, "out": {}}
-    for name, array in recording.arrays.items():
-        kind, _, argument = name.partition(".")
-        parts[kind][argument] = array
-    header = recording.header
-    options = {name: tuple(value) if isinstance(value, list) else value for name, value in header["options"].items()}
-    call = Call(header["op"], parts["in"], options, parts["cotangent"] or None, tuple(header["wrt"]), header["contract"])
-    return call, parts["out"]
+def tensor_core_calls() -> dict[str, Call]:
+    """Calls of sm90-v1 by file name, recorded on a GPU: causal groups, a segment's edge with sinks and a window, and packed input."""
+    small: dict[str, Any] = {"head_dim": 64, "heads": 2, "kv_heads": 1}
+    calls = {
+        "attention-sm90-causal-bfloat16": problems.attention(batch=1, queries=20, keys=40, dtype="bfloat16", wrt=QKV, **small),
+        "attention-sm90-segments-float16": problems.attention(
+            batch=1, queries=7, keys=50, k_start=1000, window=(40, 0), dtype="float16", with_sinks=True, wrt=(*QKV, "sinks"), **small
+        ),
+        "attention-sm90-wide-bfloat16": problems.attention(
+            batch=1, heads=1, kv_heads=1, queries=12, keys=30, head_dim=128, causal=False, dtype="bfloat16", wrt=QKV
+        ),
+        "varlen-sm90-float16": problems.varlen((3, 0, 9), (5, 4, 17), trailing=2, dtype="float16", wrt=QKV, **small),
+    }
+    return {name: replace(call, contract="sm90-v1") for name, call in calls.items()}
 
 
 def main(arguments: list[str] | None = None) -> None:

@@ -132,7 +132,7 @@ BAD: dict[str, tuple[Call, type[Exception] | tuple[type[Exception], ...], str]] 
     "unknown contract": (
         replace(BASE, contract="ordered-v0"),
         UnknownName,
-        r"unknown contract 'ordered-v0'; known: ordered-v1, ordered-v2",
+        r"unknown contract 'ordered-v0'; known: ordered-v1, ordered-v2, sm90-v1",
     ),
 }
 OPTIONS: dict[str, dict[str, Any]] = {

@@ -43,6 +43,9 @@ def every_operator(seed: int = 0) -> dict[str, Call]:
             **options, key_padding_mask=mask, window=(3, 1), kv_lengths=np.array([6, 4]), wrt=qkv, dtype="float16"
         ),
         "decode": problems.attention(**options, queries=1, keys=600, wrt=qkv, dtype="bfloat16"),
+        "tensor cores": replace(
+            problems.attention(**{**options, "head_dim": 64}, with_sinks=True, wrt=(*qkv, "sinks"), dtype="bfloat16"), contract="sm90-v1"
+        ),
         "packed": problems.varlen((3, 0, 4), seed=seed, trailing=1, with_sinks=True, wrt=(*qkv, "sinks")),
     }
 

@@ -8,6 +8,7 @@ import jax
 from jaxlib import version as jaxlib_version
 
 import attn_jax_rocm_sink
+from attn_jax_rocm_sink import _xla
 from attn_jax_rocm_sink._engines import ENGINES
 
 
@@ -21,6 +22,7 @@ def info() -> str:
         lines.append(f"engine {engine.name} ({devices}): {state}")
         for name, support in engine.capabilities.operators.items():
             lines.append(f"  {name}: {', '.join(support.dtypes)}; {', '.join(sorted(support.features))}")
+    lines.append(f"engine {_xla.NAME} (any device): plain jax.numpy, outside every contract; only when asked for by name")
     return "\n".join(lines)
 
 

@@ -12,7 +12,7 @@ import numpy as np
 from attn_spec import bfloat16
 from attn_spec._validation import ArrayInfo
 
-__all__ = ["from_numpy", "info", "integers", "is_integer", "platform", "seed_words", "to_numpy"]
+__all__ = ["are_seed_words", "from_numpy", "info", "integers", "is_integer", "platform", "seed_words", "to_numpy"]
 
 _INT32 = np.iinfo(np.int32)
 
@@ -72,13 +72,22 @@ def integers(name: str, value: Any, batch: int, low: int, high: int) -> jax.Arra
     return jnp.asarray(known.astype(np.int32))
 
 
+def are_seed_words(seed: Any) -> bool:
+    """Whether ``seed`` is uint32 [2], a 64-bit seed as two words, low word first."""
+    return isinstance(seed, (jax.Array, np.ndarray)) and seed.shape == (2,) and seed.dtype == np.uint32
+
+
 def seed_words(seed: Any) -> jax.Array:
     """A 64-bit seed as uint32 [2], low word first. Signed arrays are sign-extended, as ``attn_spec.torch`` does."""
+    if are_seed_words(seed):
+        return jnp.asarray(seed)
     if is_integer(seed):
         return jnp.asarray(np.array([seed & 0xFFFFFFFF, seed >> 32], dtype=np.uint32))
     if not isinstance(seed, (jax.Array, np.ndarray)) or seed.shape != () or seed.dtype.name not in ("int32", "int64", "uint32", "uint64"):
         found = f"{seed.dtype.name} {list(seed.shape)}" if isinstance(seed, (jax.Array, np.ndarray)) else repr(seed)
-        raise TypeError(f"attention: dropout_seed must be an integer or a scalar array of int32, int64, uint32 or uint64; got {found}")
+        raise TypeError(
+            f"attention: dropout_seed must be an integer, a scalar array of int32, int64, uint32 or uint64, or uint32 [2]; got {found}"
+        )
     if not isinstance(seed, jax.core.Tracer):
         return seed_words(int(seed) & (2**64 - 1))
     low = seed.astype(jnp.uint32)

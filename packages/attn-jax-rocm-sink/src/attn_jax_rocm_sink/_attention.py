@@ -13,8 +13,10 @@ from attn_spec import Problem, UnsupportedProblem
 from attn_spec._errors import UnknownName
 from attn_spec._validation import ArrayInfo, describe
 
-from attn_jax_rocm_sink._arrays import info, integers, is_integer, platform, seed_words
+from attn_jax_rocm_sink import _xla
+from attn_jax_rocm_sink._arrays import are_seed_words, info, integers, is_integer, platform, seed_words
 from attn_jax_rocm_sink._engines import ENGINES, select
+from attn_jax_rocm_sink._ffi import HANDLERS
 from attn_jax_rocm_sink._vjp import Inputs, attention_with_lse
 
 __all__ = ["attention", "forward_fp32"]
@@ -61,10 +63,11 @@ def attention(
         sinks: [H] logits after scaling, any of the three dtypes; -inf is no sink, 0 is off-by-one softmax.
         bias: [B|1, H|1, S|1, T|1], added after scaling; -inf masks.
         dropout_p: probability that a pair is dropped after normalisation; it needs ``dropout_seed``.
-        dropout_seed: 64-bit integer, or a scalar integer array (it may be traced).
+        dropout_seed: 64-bit integer, a scalar integer array, or uint32 [2], low word first; the arrays may be traced.
         return_lse: also return the log-sum-exp.
         contract: name of an arithmetic contract; None is the default one.
-        engine: "host"; None takes the engine of the device.
+        engine: "host", or "xla" (plain jax.numpy on any device, outside every contract, [B, H, S, T] memory); None takes the engine of
+            the device and never "xla".
 
     Returns:
         ``out`` [B, H, S, V] in the dtype of v, or ``(out, lse)`` with lse float32 [B, H, S], natural logarithm, sink included. A row
@@ -108,19 +111,21 @@ def forward_fp32(*arguments: Any, **keywords: Any) -> Outputs:
 
 def _run(arguments: dict[str, Any], out_dtype: str | None) -> Outputs:
     arguments["scale"] = _known_scale(arguments["scale"])
-    problem = _check(arguments)
+    problem, engine = _check(arguments)
     if arguments["dropout_p"] > 0.0 and arguments["dropout_seed"] is None:
         raise ValueError("attention: dropout_p > 0 needs dropout_seed: JAX has no default generator to draw one from")
     left, right = (-1 if side is None else int(side) for side in (arguments["window"] or (None, None)))
     scale = arguments["scale"]
     batch, keys = problem.batch, problem.keys
+    q_start = arguments["q_start"]
+    top_left = engine in HANDLERS and HANDLERS[engine].static_alignment and is_integer(q_start) and q_start == 0
     inputs = Inputs(
         q=jnp.asarray(arguments["q"]),
         k=jnp.asarray(arguments["k"]),
         v=jnp.asarray(arguments["v"]),
         key_padding_mask=_optional(arguments["key_padding_mask"]),
         kv_lengths=integers("kv_lengths", arguments["kv_lengths"], batch, 0, keys),
-        q_start=integers("q_start", arguments["q_start"], batch, -_INT32_MAX, _INT32_MAX),
+        q_start=integers("q_start", None if top_left else q_start, batch, -_INT32_MAX, _INT32_MAX),
         k_start=integers("k_start", arguments["k_start"], batch, 0, _INT32_MAX),
         sinks=_optional(arguments["sinks"]),
         bias=_optional(arguments["bias"]),
@@ -131,35 +136,46 @@ def _run(arguments: dict[str, Any], out_dtype: str | None) -> Outputs:
         window_right=right,
         dropout_p=float(arguments["dropout_p"]),
         out_dtype=out_dtype or problem.dtype,
+        engine=engine,
+        top_left=top_left,
     )
-    out, lse = attention_with_lse(inputs)
+    run = _xla.attention_with_lse if engine == _xla.NAME else attention_with_lse
+    out, lse = run(inputs)
     return (out, lse) if arguments["return_lse"] else out
 
 
-def _check(arguments: dict[str, Any]) -> Problem:
+def _check(arguments: dict[str, Any]) -> tuple[Problem, str]:
     arrays = {name: arguments[name] for name in ("q", "k", "v", "key_padding_mask", *_INTEGERS, "sinks", "bias")}
     options = {name: arguments[name] for name in _OPTIONS}
+    if are_seed_words(options["dropout_seed"]):
+        del options["dropout_seed"]
     for name in _INTEGERS:
         if is_integer(arrays[name]) or isinstance(arrays[name], bool):
             options[name] = arrays.pop(name)
     named = arguments["engine"]
-    if named is not None and named not in ENGINES:
-        raise UnknownName(f"engine of {NAME}", named, ENGINES)
-    device = platform(arrays, ENGINES[named].capabilities.devices[0] if named is not None else None)
+    if named is not None and named != _xla.NAME and named not in ENGINES:
+        raise UnknownName(f"engine of {NAME}", named, (*ENGINES, _xla.NAME))
+    device = platform(arrays, ENGINES[named].capabilities.devices[0] if named in ENGINES else None)
     described: dict[str, ArrayInfo | None] = {name: info(name, array, device) for name, array in arrays.items()}
     if "kv_lengths" in options:
         described["kv_lengths"] = _described_lengths(options.pop("kv_lengths"), described["q"], device)
     problem = describe("attention", described, options, contract=arguments["contract"])
-    engine = ENGINES[named or select(device)]
-    reasons = engine.capabilities.reasons(problem)
-    if not reasons:
-        state = engine.unavailable()
-        reasons = () if state is None else (state,)
+    chosen = named or select(device)
+    reasons = _xla.reasons(arguments["contract"]) if chosen == _xla.NAME else _engine_reasons(problem, chosen, arguments["contract"])
     if reasons:
         from attn_spec._registry import runners
 
         raise UnsupportedProblem(NAME, reasons, problem, runners(problem, without=NAME))
-    return problem
+    return problem, chosen
+
+
+def _engine_reasons(problem: Problem, name: str, contract: str | None) -> tuple[str, ...]:
+    engine = ENGINES[name]
+    reasons = engine.reasons(problem, contract)
+    if reasons:
+        return reasons
+    state = engine.unavailable()
+    return () if state is None else (state,)
 
 
 def _described_lengths(value: Any, q: ArrayInfo | None, device: str) -> ArrayInfo:

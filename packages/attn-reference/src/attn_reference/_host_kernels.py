@@ -13,6 +13,7 @@ from types import ModuleType
 from typing import Any
 
 import torch
+from attn_spec._sm90 import ex2_table, score_factor
 from attn_spec.torch import AttentionInputs
 from torch import Tensor
 
@@ -149,6 +150,39 @@ class HostKernels:
         self._run("attention_backward", problem.native, _array(dout), *map(_address, rows), *addresses, shape)
         return gradients
 
+    def attention_sm90_forward(self, inputs: AttentionInputs) -> tuple[Tensor, Tensor]:
+        out, lse = torch.zeros(inputs.q.shape, dtype=inputs.q.dtype), torch.full(inputs.row_shape, -torch.inf)
+        problem = _Problem(inputs)
+        self._run("sm90_forward", problem.native, score_factor(inputs.scale), _table(), _array(out), lse.data_ptr(), 0, 0, 0)
+        return out, lse
+
+    def attention_sm90_backward(
+        self, inputs: AttentionInputs, dout: Tensor, dlse: Tensor | None, out: Tensor, lse: Tensor, needs: frozenset[str]
+    ) -> dict[str, Tensor]:
+        gradients = {name: torch.zeros(getattr(inputs, name).shape, dtype=getattr(inputs, name).dtype) for name in needs}
+        rows = [None if tensor is None else tensor.float().contiguous() for tensor in (lse, dlse)]
+        addresses = [_address(gradients.get(name)) for name in ("q", "k", "v", "sinks")]
+        problem = _Problem(inputs)
+        arrays = _array(dout), _array(out)
+        self._run("sm90_backward", problem.native, score_factor(inputs.scale), _table(), *arrays, *map(_address, rows), *addresses)
+        return gradients
+
+    def sm90_chain(self, a: Tensor, b: Tensor, start: Tensor) -> Tensor:
+        """Tensor-core steps over a [R, N] and b [N, C], halves, from start [R, C]; float32 [R, C]."""
+        a, b, found = a.contiguous(), b.contiguous(), start.contiguous().clone()
+        sizes, dtype = [*a.shape, b.shape[1]], _dtype(a)
+        self._run("sm90_chain", sizes, dtype, a.data_ptr(), b.data_ptr(), found.data_ptr())
+        return found
+
+    def attention_sm90_states(self, inputs: AttentionInputs, count: int) -> tuple[Tensor, Tensor, Tensor]:
+        """n and l [count, *row_shape] and o [count, *row_shape, D] of the segments, before their merge."""
+        shape = (count, *inputs.row_shape)
+        n, l, o = torch.full(shape, -torch.inf), torch.zeros(shape), torch.zeros(*shape, inputs.q.shape[-1])
+        problem, out = _Problem(inputs), _array(inputs.q)
+        addresses = [tensor.data_ptr() for tensor in (n, l, o)]
+        self._run("sm90_forward", problem.native, score_factor(inputs.scale), _table(), out, 0, *addresses)
+        return n, l, o
+
     def _product(self, name: str, left: Tensor, right: Tensor, out: Tensor, scale: float, queries: torch.Size, keys: torch.Size) -> None:
         width = right.shape[3]
         sizes = [queries[0], queries[1], keys[1], queries[2], keys[2], width]
@@ -193,10 +227,19 @@ class _Problem:
         )
 
 
+def _table() -> int:
+    address: int = ex2_table().ctypes.data
+    return address
+
+
 def _array(tensor: Tensor) -> Any:
     """Address, strides over [B, H, S, D] (packed [S, H, D]: batch 0) and dtype."""
     strides = list(tensor.stride()) if tensor.dim() == 4 else [0, tensor.stride(1), tensor.stride(0), tensor.stride(2)]
-    return _module().Array(tensor.data_ptr(), strides, getattr(_module().DType, str(tensor.dtype).removeprefix("torch.")))
+    return _module().Array(tensor.data_ptr(), strides, _dtype(tensor))
+
+
+def _dtype(tensor: Tensor) -> Any:
+    return getattr(_module().DType, str(tensor.dtype).removeprefix("torch."))
 
 
 def _empty_if(need: bool, like: Tensor) -> Tensor | None:

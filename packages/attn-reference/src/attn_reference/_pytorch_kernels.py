@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from attn_reference import _attention, _products, _softmax, _softmax_v2
+from attn_reference import _attention, _products, _sm90_attention, _softmax, _softmax_v2
 from attn_reference._ieee import keeps_subnormals
 
 __all__ = ["KERNELS", "PyTorchKernels"]
@@ -21,6 +21,9 @@ class PyTorchKernels:
     av_gemm_backward = staticmethod(keeps_subnormals(_products.av_gemm_backward))
     attention_forward = staticmethod(keeps_subnormals(_attention.attention_forward))
     attention_backward = staticmethod(keeps_subnormals(_attention.attention_backward))
+    attention_sm90_forward = staticmethod(keeps_subnormals(_sm90_attention.attention_forward))
+    attention_sm90_states = staticmethod(keeps_subnormals(_sm90_attention.attention_states))
+    attention_sm90_backward = staticmethod(keeps_subnormals(_sm90_attention.attention_backward))
 
 
 KERNELS = PyTorchKernels()

@@ -1,16 +1,20 @@
-"""The one conversion at the end: the zero rule, then nearest even to the result's dtype."""
+"""Conversion to the dtype of a result: nearest even, with the zero rule or without."""
 
 from __future__ import annotations
 
 import torch
 from torch import Tensor
 
-__all__ = ["stored"]
+__all__ = ["nearest", "stored"]
 
 
 def stored(values: Tensor, dtype: torch.dtype) -> Tensor:
-    """float32 ``values`` as stored: zeros as +0, nearest even in ``dtype``; overflow gives infinity, subnormal results are kept."""
-    values = values + 0.0
+    """``nearest`` with zeros as +0."""
+    return nearest(values + 0.0, dtype)
+
+
+def nearest(values: Tensor, dtype: torch.dtype) -> Tensor:
+    """float32 ``values`` to nearest even in ``dtype``; overflow gives infinity, subnormal results are kept."""
     return _bfloat16(values) if dtype == torch.bfloat16 else values.to(dtype)
 
 

@@ -42,7 +42,7 @@ _OPERATORS = {
         frozenset({"causal", "window", "seqlens_q", "seqlens_k", "sinks", "dropout", "return_lse", "gradient"})
     ),
 }
-_CONTRACTS = ("ordered-v1", "ordered-v2")
+_CONTRACTS = ("ordered-v1", "ordered-v2", "sm90-v1")
 _PRODUCTION = {"attn": OperatorSupport(frozenset({"causal", "gradient"}))}
 
 

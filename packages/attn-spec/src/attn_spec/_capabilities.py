@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from attn_spec._contract import contract_reasons
+from attn_spec._contract import CONTRACTS, contract_reasons
 from attn_spec._operators import DTYPES
 from attn_spec._problem import Problem
 
@@ -47,6 +47,9 @@ class Capabilities:
         if problem.device not in self.devices:
             found.append(f"device {problem.device} (supported: {', '.join(self.devices)})")
         found.extend(contract_reasons(problem.op, problem.contract, self.contracts))
+        limits = CONTRACTS[problem.contract].limits if problem.contract in CONTRACTS else None
+        if limits is not None and not found:
+            found.extend(limits.reasons(problem.contract, problem.dtype, problem.head_dim, problem.value_dim, problem.features))
         support = self.operators.get(problem.op)
         if support is None:
             found.append(f"operator {problem.op} (supported: {', '.join(self.operators)})")

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from attn_spec._errors import UnknownName
 from attn_spec._operators import PRODUCTION
 
-__all__ = ["CONTRACTS", "Contract", "Guarantee", "contract", "contract_reasons"]
+__all__ = ["CONTRACTS", "Contract", "Guarantee", "Limits", "contract", "contract_reasons"]
 
 
 @dataclass(frozen=True)
@@ -17,6 +17,30 @@ class Guarantee:
     change: str
     quantities: tuple[str, ...]
     test: str
+
+
+@dataclass(frozen=True)
+class Limits:
+    """What a contract covers of its operators, where that is not everything. Value dim = head dim."""
+
+    dtypes: tuple[str, ...]
+    head_dims: tuple[int, ...]
+    features: frozenset[str]
+
+    def reasons(self, name: str, dtype: str, head_dim: int, value_dim: int, features: frozenset[str]) -> tuple[str, ...]:
+        """Why contract ``name`` is refused, each with the contract that has it."""
+        found = []
+        if dtype not in self.dtypes:
+            found.append(f"dtype {dtype} with contract {name} (it covers {', '.join(self.dtypes)}; others: ordered-v1)")
+        if head_dim not in self.head_dims or value_dim != head_dim:
+            widths = ", ".join(map(str, self.head_dims))
+            found.append(
+                f"head_dim={head_dim}, value_dim={value_dim} with contract {name} (it covers {widths}, both the same; others: ordered-v1)"
+            )
+        unknown = sorted(features - self.features)
+        if unknown:
+            found.append(f"{', '.join(unknown)} with contract {name} (ordered-v1 has them; it covers {', '.join(sorted(self.features))})")
+        return tuple(found)
 
 
 @dataclass(frozen=True)
@@ -32,10 +56,12 @@ class Contract:
     tf32: bool
     tile: int
     guarantees: tuple[Guarantee, ...] = ()
+    limits: Limits | None = None
 
 
 _ROW = ("out", "lse", "dq")
 _ALL = ("out", "lse", "dq", "dk", "dv", "dsinks", "dbias")
+_HALF = ("out", "lse", "dq", "dk", "dv", "dsinks")
 _SOFTMAX = ("probs", "dscores")
 _SUITE = "shared_tests/src/attn_shared_tests"
 
@@ -81,6 +107,42 @@ CONTRACTS: dict[str, Contract] = {
             Guarantee("batch size, slot and neighbours", _SOFTMAX, f"{_SUITE}/test_ordered_v2.py::test_rows_stand_alone"),
             Guarantee("left, right or middle padding", _SOFTMAX, f"{_SUITE}/test_ordered_v2.py::test_padding_moves_no_bit"),
             Guarantee("repetition and strides", _SOFTMAX, f"{_SUITE}/test_ordered_v2.py::test_same_call_same_bits"),
+        ),
+    ),
+    "sm90-v1": Contract(
+        name="sm90-v1",
+        document="docs/contracts/sm90-v1.md",
+        operators=("attention", "attention_varlen"),
+        reduction_order="tensor-core steps of 16, ascending; key tiles of 128 (64 for D = 256) in segments of 1024, merged left to right",
+        accumulator_precision="float32, truncated in each tensor-core step",
+        split_k=False,
+        tf32=False,
+        tile=128,
+        guarantees=(
+            Guarantee("backend", _HALF, f"{_SUITE}/test_sm90.py::test_bytes_equal_the_reference"),
+            Guarantee("batch size, slot and neighbours", (*_ROW, "dk", "dv"), f"{_SUITE}/test_sm90.py::test_items_stand_alone"),
+            Guarantee("chunking of queries", _ROW, f"{_SUITE}/test_sm90.py::test_chunked_prefill"),
+            Guarantee("decode or prefill", ("out", "lse"), f"{_SUITE}/test_sm90.py::test_decode_equals_prefill"),
+            Guarantee("packed or alone", (*_ROW, "dk", "dv"), f"{_SUITE}/test_sm90.py::test_packed_equals_alone"),
+            Guarantee("repetition and strides", _HALF, f"{_SUITE}/test_sm90.py::test_same_call_same_bits"),
+        ),
+        limits=Limits(
+            dtypes=("bfloat16", "float16"),
+            head_dims=(64, 128, 256),
+            features=frozenset(
+                {
+                    "causal",
+                    "window",
+                    "kv_lengths",
+                    "q_start",
+                    "k_start",
+                    "seqlens_q",
+                    "seqlens_k",
+                    "sinks",
+                    "return_lse",
+                    "gradient",
+                }
+            ),
         ),
     ),
 }

@@ -2,7 +2,14 @@
 
 from __future__ import annotations
 
-from attn_triton import _attention_backward_launch, _attention_launch, _products_launch, _softmax_launch
+from attn_triton import (
+    _attention_backward_launch,
+    _attention_launch,
+    _products_launch,
+    _sm90_backward_launch,
+    _sm90_launch,
+    _softmax_launch,
+)
 
 __all__ = ["TritonKernels"]
 
@@ -20,3 +27,5 @@ class TritonKernels:
     av_gemm_backward = staticmethod(_products_launch.av_gemm_backward)
     attention_forward = staticmethod(_attention_launch.attention_forward)
     attention_backward = staticmethod(_attention_backward_launch.attention_backward)
+    attention_sm90_forward = staticmethod(_sm90_launch.attention_forward)
+    attention_sm90_backward = staticmethod(_sm90_backward_launch.attention_backward)

@@ -11,10 +11,11 @@ from typing import Any, ClassVar, cast
 import numpy
 import torch
 import triton
-from attn_spec import Capabilities, OperatorSupport
+from attn_spec import Capabilities, OperatorSupport, Problem
+from attn_spec import _sm90 as sm90
 from attn_spec.torch import Kernels, Operators, TorchBackend
 
-from attn_triton import _attention_backward_launch, _attention_launch, _launch, _products_launch, _softmax_launch
+from attn_triton import _attention_backward_launch, _attention_launch, _launch, _products_launch, _sm90_configuration, _softmax_launch
 from attn_triton._problem import MAX_HEAD_DIM
 from attn_triton._softmax_kernel import INTERPRETED
 
@@ -25,7 +26,7 @@ _LAUNCHES = (_softmax_launch, _products_launch, _attention_launch, _attention_ba
 _ANY = frozenset({"causal", "window", "sinks", "return_lse", "gradient"})
 _CAPABILITIES = Capabilities(
     devices=("cuda", "rocm", "cpu"),
-    contracts=("ordered-v1", "ordered-v2"),
+    contracts=("ordered-v1", "ordered-v2", sm90.CONTRACT),
     operators={
         "joint_attn_qk_gemm": OperatorSupport(frozenset({"gradient"})),
         "joint_attn_softmax": OperatorSupport(frozenset({"gradient", "key_padding_mask"})),
@@ -53,6 +54,11 @@ class TritonBackend(TorchBackend):
         reason: str | None = _state(device)
         return reason
 
+    def reasons(self, problem: Problem, engine: str | None = None) -> tuple[str, ...]:
+        """Every reason why ``problem`` is refused; contract sm90-v1 asks more of the head dim and the device than the others."""
+        found = super().reasons(problem, engine)
+        return found if problem.contract != sm90.CONTRACT else (*found, *_tensor_core_reasons(problem))
+
     def runs_layers(self, device: str, engine: str | None = None) -> bool:
         return device != "cpu"
 
@@ -70,9 +76,33 @@ class TritonBackend(TorchBackend):
         digest = hashlib.sha256()
         for source in sorted(Path(__file__).parent.glob("*.py")):
             digest.update(source.name.encode() + b"\0" + source.read_bytes() + b"\0")
-        configs = [repr(part.CONFIGS.get(device)) for part in _LAUNCHES]
+        configs = [*(repr(part.CONFIGS.get(device)) for part in _LAUNCHES), repr(_sm90_configuration.CONFIGS)]
         digest.update("\0".join((triton.__version__, _target(device), *configs)).encode())
         return f"sha256:{digest.hexdigest()}"
+
+
+def _tensor_core_reasons(problem: Problem) -> tuple[str, ...]:
+    """Why the kernels of contract sm90-v1 do not run ``problem``."""
+    found = []
+    if problem.head_dim == problem.value_dim and problem.head_dim not in _sm90_configuration.HEAD_DIMS:
+        widths = ", ".join(map(str, _sm90_configuration.HEAD_DIMS))
+        found.append(f"head_dim={problem.head_dim} with contract {sm90.CONTRACT} (supported: {widths}; others: ordered-v1)")
+    device = _tensor_core_device(problem.device)
+    return tuple(found) if device is None else (*found, device)
+
+
+@torch.compiler.assume_constant_result
+def _tensor_core_device(device: str) -> str | None:
+    """Why contract sm90-v1 does not run on ``device``, or None."""
+    needs = f"contract {sm90.CONTRACT} needs an NVIDIA GPU of compute capability 9.0; attn_reference has its bits on the CPU"
+    if device != "cuda":
+        return f"device {device} ({needs})"
+    if INTERPRETED:
+        return f"Triton's interpreter ({needs})"
+    if not torch.cuda.is_available():
+        return None
+    found = torch.cuda.get_device_capability()
+    return None if found[0] == 9 else f"compute capability {'.'.join(map(str, found))} ({needs})"
 
 
 @torch.compiler.assume_constant_result

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -15,7 +16,9 @@ from attn_spec._dispatch import get_op
 from attn_spec._errors import UnsupportedProblem
 from attn_spec._operators import OPERATORS
 from attn_spec._registry import get_backend, parse
+from attn_spec._trace import Recording
 from attn_spec.testing.inputs import Sizes, outputs_of, random_call, select
+from attn_spec.testing.recordings import replay
 
 ALIASES = {
     "pytorch": "attn_reference:pytorch",
@@ -39,6 +42,7 @@ def add_parser(commands: Any) -> None:
     parser.add_argument("--device", default="cpu", choices=("cpu", "cuda", "rocm"))
     parser.add_argument("--dtype", default="bfloat16", choices=(*DTYPES.values(), *DTYPES))
     parser.add_argument("--contract")
+    parser.add_argument("--recording", metavar="FILE", help="compare the results of a recorded call with the candidate's, and nothing else")
     sizes = (
         ("batch", 2),
         ("heads", 4),
@@ -63,6 +67,8 @@ def add_parser(commands: Any) -> None:
 def run(options: argparse.Namespace) -> int:
     name = ALIASES.get(options.candidate, options.candidate)
     candidate, engine = get_backend(name), parse(name)[1]
+    if options.recording is not None:
+        return _run_recording(options.recording, candidate, engine, options)
     op = get_op(options.op, device=options.device, backend=name, contract=options.contract)
     sizes = Sizes(
         batch=options.batch,
@@ -79,6 +85,7 @@ def run(options: argparse.Namespace) -> int:
     )
     _applies(options)
     call = random_call(options.op, DTYPES.get(options.dtype, options.dtype), sizes, options.seed, gradients=options.check_grad)
+    call = replace(call, contract=options.contract)
     rows = check(call, candidate, engine, options.device, _reference(options.reference, candidate, engine))
     passed = all(found.equal for found in rows.values())
     if options.json:
@@ -90,6 +97,28 @@ def run(options: argparse.Namespace) -> int:
     for field, value in op.trace.as_dict().items():
         print(f"trace {field}: {value}")
     print(f"{sum(found.equal for found in rows.values())} of {len(rows)} passed")
+    return 0 if passed else 1
+
+
+def _run_recording(path: str, candidate: Backend, engine: str | None, options: argparse.Namespace) -> int:
+    """A call recorded elsewhere, say on a GPU, computed again: exit status 0 when every byte comes back."""
+    recording = Recording.load(path)
+    call, expected = replay(recording)
+    reasons = candidate.reasons(call.problem(options.device), engine)
+    if reasons:
+        raise UnsupportedProblem(candidate.name, reasons, call.problem(options.device))
+    found = candidate.evaluate(call, device=options.device, engine=engine)
+    rows = {name: difference(found[name], expected[name]) for name in expected}
+    passed = bool(rows) and all(row.equal for row in rows.values())
+    if options.json:
+        lines = {name: {"passed": row.equal, "detail": row.text()} for name, row in rows.items()}
+        print(json.dumps({"passed": passed, "rows": lines, "header": recording.header}, indent=2))
+        return 0 if passed else 1
+    for name, row in rows.items():
+        print(f"{'pass' if row.equal else 'FAIL'}  {name:44} {row.text()}")
+    for field, value in recording.header.items():
+        print(f"recorded {field}: {value}")
+    print(f"{sum(row.equal for row in rows.values())} of {len(rows)} passed")
     return 0 if passed else 1
 
 
@@ -137,7 +166,8 @@ _KEYWORDS = {
 def _applies(options: argparse.Namespace) -> None:
     """Refuse an option that the operator does not have, and sizes that no array can have."""
     for name, operators in _KEYWORDS.items():
-        if getattr(options, name) not in (None, False) and options.op not in operators:
+        value = getattr(options, name)
+        if value is not None and value is not False and options.op not in operators:
             raise ValueError(f"--{name} does not apply to {options.op}; it is an option of {', '.join(operators)}")
     for name, least in (("batch", 1), ("heads", 1), ("seq", 0), ("keys", 0), ("kv_heads", 0), ("head_dim", 0), ("value_dim", 0)):
         value = getattr(options, name)

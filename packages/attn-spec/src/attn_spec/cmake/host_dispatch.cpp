@@ -2,6 +2,7 @@
 #include "attn/host/check_attention.h"
 #include "attn/host/launch_attention.h"
 #include "attn/host/launch_joint.h"
+#include "attn/host/launch_sm90.h"
 
 namespace attn::host {
 

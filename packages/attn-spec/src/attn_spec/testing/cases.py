@@ -85,6 +85,11 @@ class Case:
         return self.text > 0
 
     @property
+    def pairs(self) -> int:
+        """(query, key) pairs of the whole layer, masked ones included: what its time grows with."""
+        return self.batch * self.heads * self.queries * self.keys
+
+    @property
     def operator(self) -> str:
         """The operator that runs the whole layer."""
         return "joint_attention" if self.joint else "attention_varlen" if self.packed else "attention"

@@ -8,7 +8,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-__all__ = ["AttentionInputs", "Kernels"]
+__all__ = ["AttentionInputs", "Kernels", "TensorCoreKernels"]
 
 
 @dataclass(slots=True)
@@ -88,3 +88,15 @@ class Kernels(Protocol):
         self, inputs: AttentionInputs, dout: Tensor, dlse: Tensor | None, row_max: Tensor, row_sum: Tensor, needs: frozenset[str]
     ) -> dict[str, Tensor]:
         """Gradients of the names in ``needs`` (q, k, v, sinks, bias), each with the shape and dtype of its input."""
+
+
+class TensorCoreKernels(Kernels, Protocol):
+    """Kernels of an engine that has contract sm90-v1 too."""
+
+    def attention_sm90_forward(self, inputs: AttentionInputs) -> tuple[Tensor, Tensor]:
+        """out (layout and dtype of q) and LSE (float32, ``inputs.row_shape``) of contract sm90-v1."""
+
+    def attention_sm90_backward(
+        self, inputs: AttentionInputs, dout: Tensor, dlse: Tensor | None, out: Tensor, lse: Tensor, needs: frozenset[str]
+    ) -> dict[str, Tensor]:
+        """``attention_backward`` of contract sm90-v1, from out and LSE; no bias."""

@@ -8,6 +8,8 @@ from typing import TYPE_CHECKING, Any, cast
 import torch
 from torch import Tensor
 
+from attn_spec import _sm90 as sm90
+from attn_spec._errors import UnsupportedProblem
 from attn_spec._operators import PRODUCTION
 from attn_spec._registry import get_backend
 from attn_spec.torch._acceptance import Acceptance
@@ -201,6 +203,7 @@ class Operators:
             dropout_p: probability that a pair is dropped after normalisation, with ``dropout_seed`` (64-bit int or int64 scalar tensor;
                 None draws one from torch's default CPU generator).
             return_lse: also return the log-sum-exp.
+            contract: None is ordered-v1; sm90-v1 is tensor-core attention of halves with other bits and fewer options.
 
         Returns:
             ``out`` [B, H, S, V] in the dtype of v, or ``(out, lse)`` with lse float32 [B, H, S], natural logarithm, sink included. A row
@@ -209,7 +212,7 @@ class Operators:
         Raises:
             TypeError, ValueError: bad dtype, shape, device or option. UnsupportedProblem: this backend does not run it.
 
-        Source: docs/contracts/ordered-v1.md, section 3.
+        Source: docs/contracts/ordered-v1.md, section 3; docs/contracts/sm90-v1.md.
         """
         q, k, v = autocast(q, k, v)
         arrays = {"q": q, "k": k, "v": v, "key_padding_mask": key_padding_mask, "kv_lengths": kv_lengths, "sinks": sinks, "bias": bias}
@@ -229,7 +232,7 @@ class Operators:
         places = lengths("kv_lengths", kv_lengths, k.shape[2]), starts(q_start, q), starts(k_start, q)
         seed = seed_of(dropout_seed, q) if dropout_p > 0.0 else None
         tensors = (q, k, v, None, key_padding_mask, *places, float32(sinks), float32(bias), None, None, None, None, seed)
-        found = self._run(2 if return_lse else 1, tensors, causal, scale, window, dropout_p)
+        found = self._run(2 if return_lse else 1, tensors, causal, scale, window, dropout_p, contract)
         return (found[0], found[1]) if return_lse else found[0]
 
     def attention_varlen(
@@ -266,7 +269,7 @@ class Operators:
         Raises:
             TypeError, ValueError: bad dtype, shape, device, offsets or option. UnsupportedProblem: this backend does not run it.
 
-        Source: docs/contracts/ordered-v1.md, section 3.
+        Source: docs/contracts/ordered-v1.md, section 3; docs/contracts/sm90-v1.md.
         """
         q, k, v = autocast(q, k, v)
         arrays = {
@@ -293,7 +296,7 @@ class Operators:
         offsets = int64(cu_seqlens_q), int64(cu_seqlens_k), int64(seqlens_q), int64(seqlens_k)
         seed = seed_of(dropout_seed, q) if dropout_p > 0.0 else None
         tensors = (q, k, v, *(None,) * 5, float32(sinks), None, *offsets, seed)
-        found = self._run(2 if return_lse else 1, tensors, causal, scale, window, dropout_p)
+        found = self._run(2 if return_lse else 1, tensors, causal, scale, window, dropout_p, contract)
         return (found[0], found[1]) if return_lse else found[0]
 
     def _run(
@@ -304,13 +307,21 @@ class Operators:
         scale: float | None,
         window: tuple[int | None, int | None] | None,
         dropout_p: float,
+        contract: str | None = None,
     ) -> tuple[Any, ...]:
         """Results of the tensors of ``AttentionInputs``, in its order: out and, if two are ``wanted``, LSE; there may be more."""
         left, right = (None, None) if window is None else window
         sides = -1 if left is None else int(left), -1 if right is None else int(right)
         q, v = cast("tuple[Tensor, Tensor]", (tensors[0], tensors[2]))
-        options = causal, scale_of(scale, q), *sides, float(dropout_p), self._out_dtype or v.dtype
-        found: tuple[Any, ...] = self._operations["attention"](*tensors, *options, wanted=wanted)
+        options = causal, scale_of(scale, q), *sides, float(dropout_p)
+        found: tuple[Any, ...]
+        if contract == sm90.CONTRACT:
+            if self._out_dtype is not None:
+                raise UnsupportedProblem(self._backend.name, [f"a float32 result with contract {contract} (ordered-v1 has it)"])
+            sm90.score_factor(options[1])
+            found = self._operations["attention_sm90"](*tensors, *options)
+        else:
+            found = self._operations["attention"](*tensors, *options, self._out_dtype or v.dtype, wanted=wanted)
         return found
 
 

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from attn_spec._capabilities import Capabilities
 from attn_spec.torch import _vmap
-from attn_spec.torch._kernels import AttentionInputs, Kernels
+from attn_spec.torch._kernels import AttentionInputs, Kernels, TensorCoreKernels
 from attn_spec.torch._operation import Gradient, Operation
 
 __all__ = ["register"]
@@ -46,10 +46,13 @@ _SCHEMAS = {
     ),
 }
 
+_SCHEMAS["attention_sm90"] = f"({_ATTENTION_ARGUMENTS}) -> (Tensor, Tensor)"
+_SCHEMAS["attention_sm90_backward"] = _SCHEMAS["attention_backward"].replace("Tensor row_max, Tensor row_sum", "Tensor out, Tensor lse")
+
 
 def register(namespace: str, kernels: Kernels, capabilities: Capabilities) -> dict[str, Operation]:
     """Define ``torch.ops.<namespace>.*`` for the operators (of joint_attn_*, attention) and contracts that ``kernels`` has; the operations
-    by name, "NAME_v2" for another contract than the default."""
+    by name, "NAME_v2" or "NAME_sm90" for another contract than the default."""
     library = torch.library.Library(namespace, "DEF")
     _LIBRARIES.append(library)
     found: dict[str, Operation] = {}
@@ -222,26 +225,47 @@ def _attention(kernels: Kernels) -> tuple[Callable[..., Any], ...]:
     def forward(*arguments: Any) -> tuple[Tensor, ...]:
         return kernels.attention_forward(_inputs(arguments[:-1]), arguments[-1])
 
-    def backward(dout: Tensor, dlse: Tensor | None, row_max: Tensor, row_sum: Tensor, *arguments: Any) -> tuple[Tensor, ...]:
-        inputs = _inputs(arguments[: len(_NAMES)])
-        needs = frozenset(name for name, need in zip(("q", "k", "v", "sinks", "bias"), arguments[len(_NAMES) :], strict=True) if need)
-        gradients = kernels.attention_backward(inputs, dout, dlse, row_max, row_sum, needs)
-        return tuple(gradients[name] if name in needs else _empty(inputs.q) for name in ("q", "k", "v", "sinks", "bias"))
-
     def fake(*arguments: Any) -> tuple[Tensor, ...]:
         inputs, out_dtype = _inputs(arguments[:-1]), arguments[-1]
         rows = [inputs.q.new_empty(inputs.row_shape, dtype=torch.float32) for _ in range(3)]
         return inputs.q.new_empty((*inputs.q.shape[:-1], inputs.v.shape[-1]), dtype=out_dtype), *rows
 
-    def fake_backward(dout: Tensor, dlse: Tensor | None, row_max: Tensor, row_sum: Tensor, *arguments: Any) -> tuple[Tensor, ...]:
-        inputs = _inputs(arguments[: len(_NAMES)])
-        tensors = (inputs.q, inputs.k, inputs.v, inputs.sinks, inputs.bias)
-        return tuple(
-            tensor.new_empty(tensor.shape) if need and tensor is not None else _empty(inputs.q)
-            for tensor, need in zip(tensors, arguments[len(_NAMES) :], strict=True)
-        )
+    return forward, _attention_backward(kernels.attention_backward), fake, _fake_attention_backward
 
-    return forward, backward, fake, fake_backward
+
+def _attention_sm90(kernels: TensorCoreKernels) -> tuple[Callable[..., Any], ...]:
+    def forward(*arguments: Any) -> tuple[Tensor, Tensor]:
+        return kernels.attention_sm90_forward(_inputs(arguments))
+
+    def fake(*arguments: Any) -> tuple[Tensor, Tensor]:
+        inputs = _inputs(arguments)
+        return inputs.q.new_empty(inputs.q.shape), inputs.q.new_empty(inputs.row_shape, dtype=torch.float32)
+
+    return forward, _attention_backward(kernels.attention_sm90_backward), fake, _fake_attention_backward
+
+
+_DIFFERENTIABLE = ("q", "k", "v", "sinks", "bias")
+
+
+def _attention_backward(gradients_of: Callable[..., dict[str, Tensor]]) -> Callable[..., tuple[Tensor, ...]]:
+    """``kernel(inputs, dout, dlse, *saved, needs)`` with the arguments of the registered operator."""
+
+    def backward(dout: Tensor, dlse: Tensor | None, first: Tensor, second: Tensor, *arguments: Any) -> tuple[Tensor, ...]:
+        inputs = _inputs(arguments[: len(_NAMES)])
+        needs = frozenset(name for name, need in zip(_DIFFERENTIABLE, arguments[len(_NAMES) :], strict=True) if need)
+        gradients = gradients_of(inputs, dout, dlse, first, second, needs)
+        return tuple(gradients[name] if name in needs else _empty(inputs.q) for name in _DIFFERENTIABLE)
+
+    return backward
+
+
+def _fake_attention_backward(dout: Tensor, dlse: Tensor | None, first: Tensor, second: Tensor, *arguments: Any) -> tuple[Tensor, ...]:
+    inputs = _inputs(arguments[: len(_NAMES)])
+    tensors = (inputs.q, inputs.k, inputs.v, inputs.sinks, inputs.bias)
+    return tuple(
+        tensor.new_empty(tensor.shape) if need and tensor is not None else _empty(inputs.q)
+        for tensor, need in zip(tensors, arguments[len(_NAMES) :], strict=True)
+    )
 
 
 def _attention_inference(kernels: Kernels) -> Callable[..., Any] | None:
@@ -251,24 +275,45 @@ def _attention_inference(kernels: Kernels) -> Callable[..., Any] | None:
 
 
 def _attention_autograd(backward: Operation) -> Gradient:
+    """The row state is saved; it is no output of the public function."""
+
     def setup(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
-        ctx.set_materialize_grads(False)
         ctx.mark_non_differentiable(*output[2:])
-        ctx.save_for_backward(*inputs[: len(_TENSORS)], *output[2:])
-        ctx.options = inputs[len(_TENSORS) : len(_NAMES)]
-        ctx.out = (output[0].shape, output[0].dtype)
+        _keep(ctx, inputs, output, output[2:])
+
+    return setup, _attention_gradient(backward, 1)
+
+
+def _attention_sm90_autograd(backward: Operation) -> Gradient:
+    """out and LSE are saved."""
+
+    def setup(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
+        _keep(ctx, inputs, output, output)
+
+    return setup, _attention_gradient(backward, 0)
+
+
+def _keep(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...], saved: tuple[Tensor, ...]) -> None:
+    ctx.set_materialize_grads(False)
+    ctx.save_for_backward(*inputs[: len(_TENSORS)], *saved)
+    ctx.options = inputs[len(_TENSORS) : len(_NAMES)]
+    ctx.out = (output[0].shape, output[0].dtype)
+
+
+def _attention_gradient(backward: Operation, others: int) -> Callable[..., tuple[Any, ...]]:
+    """The formula for an operator with ``others`` arguments after those of attention."""
 
     def gradient(ctx: Any, dout: Tensor | None, dlse: Tensor | None, *unused: Any) -> tuple[Any, ...]:
-        *tensors, row_max, row_sum = ctx.saved_tensors
+        *tensors, first, second = ctx.saved_tensors
         if dout is None:
             dout = tensors[0].new_zeros(ctx.out[0], dtype=ctx.out[1])
-        needs = [ctx.needs_input_grad[_NAMES.index(name)] for name in ("q", "k", "v", "sinks", "bias")]
-        found = backward(dout, dlse, row_max, row_sum, *tensors, *ctx.options, *needs)
-        gradients = dict(zip(("q", "k", "v", "sinks", "bias"), found, strict=True))
+        needs = [ctx.needs_input_grad[_NAMES.index(name)] for name in _DIFFERENTIABLE]
+        found = backward(dout, dlse, first, second, *tensors, *ctx.options, *needs)
+        gradients = dict(zip(_DIFFERENTIABLE, found, strict=True))
         wanted = {name for name, need in zip(gradients, needs, strict=True) if need}
-        return (*(gradients[name] if name in wanted else None for name in _NAMES), None)
+        return (*(gradients[name] if name in wanted else None for name in _NAMES), *(None,) * others)
 
-    return setup, gradient
+    return gradient
 
 
 _IMPLEMENTED = {
@@ -277,14 +322,16 @@ _IMPLEMENTED = {
     "joint_attn_qk_gemm": ("joint_attn_qk_gemm", "ordered-v1"),
     "joint_attn_av_gemm": ("joint_attn_av_gemm", "ordered-v1"),
     "attention": ("attention", "ordered-v1"),
+    "attention_sm90": ("attention", "sm90-v1"),
 }
 """Operator and contract of each registered name."""
-_IMPLEMENTATIONS = {
+_IMPLEMENTATIONS: dict[str, Callable[[Any], tuple[Callable[..., Any], ...]]] = {
     "joint_attn_softmax": _softmax,
     "joint_attn_softmax_v2": _softmax_v2,
     "joint_attn_qk_gemm": _qk_gemm,
     "joint_attn_av_gemm": _av_gemm,
     "attention": _attention,
+    "attention_sm90": _attention_sm90,
 }
 _AUTOGRAD = {
     "joint_attn_softmax": _softmax_autograd,
@@ -292,6 +339,7 @@ _AUTOGRAD = {
     "joint_attn_qk_gemm": _qk_gemm_autograd,
     "joint_attn_av_gemm": _av_gemm_autograd,
     "attention": _attention_autograd,
+    "attention_sm90": _attention_sm90_autograd,
 }
 _INFERENCE = {
     "joint_attn_softmax": _softmax_inference("softmax_inference"),
@@ -304,4 +352,5 @@ _VMAP = {
     "joint_attn_qk_gemm": (_vmap.product, _vmap.product),
     "joint_attn_av_gemm": (_vmap.product, _vmap.product),
     "attention": (_vmap.attention, _vmap.attention_backward),
+    "attention_sm90": (_vmap.attention, _vmap.attention_backward),
 }

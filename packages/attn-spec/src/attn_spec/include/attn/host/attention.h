@@ -29,6 +29,7 @@ struct AttentionProblem {
   float scale;
   double dropout_p;
   uint64_t dropout_seed;
+  uint32_t dropout_item, dropout_head;  // batch item and head of the first ones here within a larger call: counters start there
 };
 
 // Row results: lse, m and s are contiguous float32 [B, H, S], packed: [H, total].

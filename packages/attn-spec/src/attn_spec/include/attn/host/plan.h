@@ -4,6 +4,7 @@
 
 #include "attn/host/attention.h"
 #include "attn/host/joint.h"
+#include "attn/host/sm90.h"
 #include "attn/ordered_v2.h"
 #include "attn/philox.h"
 
@@ -132,6 +133,69 @@ struct ProductScratch {
   }
 };
 
+// One call of sm90-v1. `row_limit` bounds every block; origin, delta and dsink hold a float for each row of LSE.
+struct Sm90Call {
+  AttentionCall call;
+  Sm90Options options;
+  Sm90Forward forward;
+  Sm90Backward backward;
+  float* origin;
+  float* delta;
+  float* dsink;
+};
+
+// One tile of keys of one kv head.
+struct Sm90KeyTile {
+  int64_t batch, kv_head, tile;
+};
+
+// Rows of half operands in binary32 and their exponents.
+struct Sm90Operands {
+  float* values;
+  int32_t* exponents;
+
+  ATTN_HD Sm90Operands(Arena& arena, int64_t count) : values(arena.take(count)), exponents(reinterpret_cast<int32_t*>(arena.take(count))) {}
+};
+
+// Sizes of Sm90Chain in whole steps and groups of lanes, and its scratch.
+struct Sm90ChainScratch {
+  int64_t terms, columns;
+  Sm90Operands a, b;  // [terms], [terms][columns]
+  float* c;           // [columns]
+
+  ATTN_HD Sm90ChainScratch(Arena& arena, const Sm90Chain& chain)
+      : terms((chain.terms + 15) / 16 * 16), columns((chain.columns + 63) / 64 * 64), a(arena, terms), b(arena, terms * columns) {
+    c = arena.take(columns);
+  }
+};
+
+// Scratch of one block of rows over tiles of `tile` keys.
+struct Sm90Scratch {
+  Sm90Operands q, dout;                // [rows][D]
+  Sm90Operands keys, values;           // [D][tile]: columns of k and v
+  Sm90Operands rows_of_keys, weights;  // [tile][D]: rows of v or k; [16][tile] and its transpose
+  Sm90Operands columns;                // [tile][16]
+  float *scores, *products;            // [16][tile]
+  float *state, *run;                  // [rows][D + 16]: O, classes and n of the segment; O, l and n of the row
+  float *dk, *dv;                      // [tile][D]
+
+  ATTN_HD Sm90Scratch(Arena& arena, int64_t rows, int64_t tile, int64_t d)
+      : q(arena, rows * d),
+        dout(arena, rows * d),
+        keys(arena, tile * d),
+        values(arena, tile * d),
+        rows_of_keys(arena, tile * d),
+        weights(arena, 16 * tile),
+        columns(arena, 16 * tile) {
+    scores = arena.take(16 * tile);
+    products = arena.take(16 * tile);
+    state = arena.take(rows * (d + 16));
+    run = arena.take(rows * (d + 16));
+    dk = arena.take(tile * d);
+    dv = arena.take(tile * d);
+  }
+};
+
 // Entry points of one variant. Every one computes one independent item; scratch is sized by the structs above.
 struct Kernels {
   void (*attention_forward)(const AttentionCall& call, const RowBlock& block, float* scratch);
@@ -141,6 +205,11 @@ struct Kernels {
   void (*softmax_backward)(const SoftmaxCall& call, int64_t row, float* scratch);
   void (*softmax_v2_forward)(const SoftmaxCall& call, int64_t row, float* scratch);
   void (*softmax_v2_backward)(const SoftmaxCall& call, int64_t row, float* scratch);
+  void (*sm90_chain)(const Sm90Chain& chain, int64_t row, float* scratch);
+  void (*sm90_forward)(const Sm90Call& call, const RowBlock& block, float* scratch);
+  void (*sm90_row_sums)(const Sm90Call& call, const RowBlock& block, float* scratch);
+  void (*sm90_query_gradient)(const Sm90Call& call, const RowBlock& block, float* scratch);
+  void (*sm90_key_gradients)(const Sm90Call& call, const Sm90KeyTile& part, float* scratch);
   void (*product_over_width)(const ProductCall& call, const RowBlock& block, float* scratch);
   void (*product_over_keys)(const ProductCall& call, const RowBlock& block, float* scratch);
   void (*product_over_queries)(const ProductCall& call, int64_t item, float* scratch);

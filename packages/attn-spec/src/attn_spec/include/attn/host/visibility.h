@@ -152,7 +152,8 @@ inline void final_scores(const Geometry& geometry, int64_t row, Slots visible, i
 inline void kept_pairs(const Geometry& geometry, const Dropout& dropout, int64_t row, Slots visible, int64_t tile, bool* kept) {
   const int64_t begin = tile * kTile;
   const int64_t first = larger(begin, visible.begin), last = smaller(begin + kTile, visible.end);
-  const uint32_t batch = static_cast<uint32_t>(geometry.batch), head = static_cast<uint32_t>(geometry.head(row));
+  const uint32_t batch = geometry.problem.dropout_item + static_cast<uint32_t>(geometry.batch);
+  const uint32_t head = geometry.problem.dropout_head + static_cast<uint32_t>(geometry.head(row));
   const uint32_t query = static_cast<uint32_t>(geometry.query(row));
   for (int i = 0; i < kTile; ++i) kept[i] = false;
   for (int64_t slot = first; slot < last; ++slot)

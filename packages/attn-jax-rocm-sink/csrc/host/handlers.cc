@@ -1,0 +1,18 @@
+// XLA FFI handlers of the host engine, for XLA's CPU platform.
+#include "../xla/handlers.h"
+#include "../xla/build.h"
+#include "attn/host/arrays.h"
+#include "engine.h"
+
+namespace attn::engine {
+
+const Engine& host_engine() {
+  static const HostEngine engine;
+  return engine;
+}
+
+const char* fingerprint() { return host::build_fingerprint(); }
+
+}  // namespace attn::engine
+
+ATTN_DEFINE_HOST_ENGINE(host, attn::engine::host_engine);

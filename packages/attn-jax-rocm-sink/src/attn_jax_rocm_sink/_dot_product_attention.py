@@ -1,0 +1,119 @@
+"""``dot_product_attention``: the call of ``jax.nn``, with sinks, lowered onto ``attention``."""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from attn_jax_rocm_sink._attention import attention
+from attn_jax_rocm_sink._bias import with_mask
+from attn_jax_rocm_sink._segments import keep_rows
+
+__all__ = ["dot_product_attention"]
+
+
+def dot_product_attention(
+    query: jax.Array,
+    key: jax.Array,
+    value: jax.Array,
+    bias: jax.Array | None = None,
+    mask: jax.Array | None = None,
+    *,
+    scale: float | None = None,
+    is_causal: bool = False,
+    query_seq_lengths: jax.Array | None = None,
+    key_value_seq_lengths: jax.Array | None = None,
+    local_window_size: int | tuple[int, int] | None = None,
+    sinks: jax.Array | None = None,
+    implementation: str | None = None,
+    contract: str | None = None,
+    return_residual: bool = False,
+) -> jax.Array | tuple[jax.Array, jax.Array]:
+    """``jax.nn.dot_product_attention`` with ``sinks``; names, layout and alignment are its own.
+
+    Args:
+        query: [B, T, N, H] or [T, N, H]; key and value: [B, S, K, H] or [S, K, H]; the head dim of value may differ.
+        bias: added after scaling, broadcastable to [B, N, T, S].
+        mask: bool, broadcastable to [B, N, T, S], True takes part. One of shape [B|1, 1, 1, S] is a ``key_padding_mask``: keys that it
+            drops are removed. Any other is -inf in the bias; keys that it hides from every query of a batch item may hold anything.
+        is_causal: top-left: key j is visible to query i iff j <= i.
+        query_seq_lengths, key_value_seq_lengths: int32 or int64 [B]; rows past them are 0 in output and gradients.
+        local_window_size: ``(left, right)`` or one integer for both, counted from key i for query i (top-left).
+        sinks: [N] logits, as in ``attention``.
+        implementation: the ``engine`` of ``attention``.
+        return_residual: also return the log-sum-exp, float32 [B, T, N], differentiable; -inf past ``query_seq_lengths``.
+
+    Returns:
+        [B, T, N, H] in the dtype of value. A row without a visible key is 0, where ``jax.nn`` averages the values.
+
+    Raises:
+        TypeError, ValueError, UnsupportedProblem: as ``attention``.
+
+    Source: the documentation of jax.nn.dot_product_attention, JAX 0.10.
+    """
+    arrays = {"query": query, "key": key, "value": value}
+    ranks = {name: array.ndim for name, array in arrays.items()}
+    if len(set(ranks.values())) > 1 or query.ndim not in (3, 4):
+        raise ValueError(f"dot_product_attention: query, key and value must all have 4 axes, or all 3; got {ranks}")
+    if query.ndim == 3:
+        query, key, value = query[None], key[None], value[None]
+    full = (query.shape[0], query.shape[2], query.shape[1], key.shape[1])
+    bias, mask = _with_four_axes("bias", bias, full), _with_four_axes("mask", mask, full)
+    kept: jax.Array | None = None
+    if mask is not None:
+        if mask.dtype != jnp.bool_:
+            raise TypeError(f"dot_product_attention: mask must be bool (True takes part), and bias is added; got {mask.dtype.name}")
+        if mask.shape[1:3] == (1, 1):
+            kept = jnp.broadcast_to(mask[:, 0, 0], (full[0], full[3]))
+        else:
+            seen = mask.any((1, 2))[..., None, None]
+            key, value = jnp.where(seen, key, jnp.zeros((), key.dtype)), jnp.where(seen, value, jnp.zeros((), value.dtype))
+            bias = with_mask(bias, mask)
+    if query_seq_lengths is not None:
+        query = keep_rows(query, _lengths(query_seq_lengths, full[0], full[2]))
+    window = (local_window_size, local_window_size) if isinstance(local_window_size, int) else local_window_size
+    out, lse = attention(
+        *(jnp.swapaxes(array, 1, 2) for array in (query, key, value)),
+        causal=is_causal,
+        scale=scale,
+        key_padding_mask=kept,
+        kv_lengths=key_value_seq_lengths,
+        q_start=0 if is_causal or window is not None else None,
+        window=window,
+        sinks=sinks,
+        bias=bias,
+        return_lse=True,
+        contract=contract,
+        engine=implementation,
+    )
+    out, lse = jnp.swapaxes(out, 1, 2), jnp.swapaxes(lse, 1, 2)
+    if query_seq_lengths is not None:
+        out = keep_rows(out, query_seq_lengths)
+        lse = jnp.where(jnp.arange(full[2])[:, None] < jnp.asarray(query_seq_lengths)[:, None, None], lse, -jnp.inf)
+    if ranks["query"] == 3:
+        out, lse = out[0], lse[0]
+    return (out, lse) if return_residual else out
+
+
+def _with_four_axes(name: str, array: jax.Array | None, full: tuple[int, int, int, int]) -> jax.Array | None:
+    """``array`` with leading axes of size 1; ValueError when it does not broadcast to ``full`` [B, N, T, S]."""
+    if array is None:
+        return None
+    shape = (1,) * (4 - array.ndim) + tuple(array.shape)
+    if len(shape) != 4 or any(size not in (1, axis) for size, axis in zip(shape, full, strict=True)):
+        raise ValueError(f"dot_product_attention: {name} must broadcast to [B, N, T, S] = {list(full)}; got {list(array.shape)}")
+    return jnp.asarray(array).reshape(shape)
+
+
+def _lengths(lengths: jax.Array, batch: int, high: int) -> jax.Array:
+    """``query_seq_lengths`` checked: int32 or int64 [B]; known values within the queries."""
+    if lengths.dtype.name not in ("int32", "int64"):
+        raise TypeError(f"dot_product_attention: query_seq_lengths must be int32 or int64; got {lengths.dtype.name}")
+    if lengths.shape != (batch,):
+        raise ValueError(f"dot_product_attention: query_seq_lengths must have shape [B] = {[batch]}; got {list(lengths.shape)}")
+    if not isinstance(lengths, jax.core.Tracer):
+        known = np.asarray(lengths)
+        if known.size and (known.min() < 0 or known.max() > high):
+            raise ValueError(f"dot_product_attention: query_seq_lengths must lie in [0, {high}]; got {known.tolist()}")
+    return jnp.asarray(lengths)

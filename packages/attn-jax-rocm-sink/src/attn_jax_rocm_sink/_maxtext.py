@@ -1,0 +1,135 @@
+"""``MaxTextAttention``: a callable with the signature of MaxText's attention operator, lowered onto ``fused_attn``."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from attn_jax_rocm_sink._attention_types import AttnBiasType, AttnMaskType, AttnSoftmaxType, QKVLayout
+from attn_jax_rocm_sink._fused_attn import fused_attn
+from attn_jax_rocm_sink._sequence_descriptor import SequenceDescriptor
+
+__all__ = ["MaxTextAttention"]
+
+_KINDS = ("global", "local_sliding", "full")
+
+
+@dataclass(frozen=True, kw_only=True)
+class MaxTextAttention:
+    """One layer's attention; put it where MaxText's layers hold their ``AttentionOp``.
+
+    ``attention_type`` is "global" (causal), "local_sliding" (causal, the last ``sliding_window_size`` keys, the query's own among them) or
+    "full", as a string or MaxText's enumeration. ``scale`` is 1, since MaxText's layers scale the query. A packed row may hold
+    ``max_segments_per_seq`` segments (MaxText's setting of that name).
+
+    Source: ``AttentionOp`` in MaxText's ``layers/attention_op.py``.
+    """
+
+    attention_type: Any = "global"
+    sliding_window_size: int | None = None
+    max_segments_per_seq: int = 1
+    scale: float = 1.0
+    contract: str | None = None
+    engine: str | None = None
+
+    def __post_init__(self) -> None:
+        if self._kind not in _KINDS:
+            raise ValueError(f"MaxTextAttention: attention_type {self._kind!r} is not supported; supported: {', '.join(_KINDS)}")
+        if (self._kind == "local_sliding") != (self.sliding_window_size is not None):
+            raise ValueError(
+                f"MaxTextAttention: sliding_window_size goes with local_sliding; got {self.sliding_window_size} for {self._kind}"
+            )
+        if self.sliding_window_size is not None and self.sliding_window_size < 1:
+            raise ValueError(f"MaxTextAttention: sliding_window_size must be at least 1; got {self.sliding_window_size}")
+
+    @property
+    def _kind(self) -> str:
+        return str(getattr(self.attention_type, "value", self.attention_type))
+
+    def __call__(
+        self,
+        query: jax.Array,
+        key: jax.Array,
+        value: jax.Array,
+        decoder_segment_ids: jax.Array | None,
+        inputs_positions: jax.Array | None,
+        model_mode: str,
+        cached_values: Any = None,
+        previous_chunk: Any = None,
+        bidirectional_mask: Any = None,
+        sinks: jax.Array | None = None,
+        indexer_mask: Any = None,
+        compressed_mask: Any = None,
+        compressed_kv: Any = None,
+        slot: int | None = None,
+        record_max_logits: bool = False,
+        decoder_segment_ids_kv: jax.Array | None = None,
+    ) -> jax.Array:
+        """Attention of one layer, gradients included.
+
+        Args:
+            query: [B, S, H, D]; key and value: [B, S, K, D].
+            decoder_segment_ids: int [B, S], 0 for padding, or None. A query sees keys of its own segment; rows of padding are 0.
+            inputs_positions: not needed: the order of the rows decides what is earlier, as in MaxText's own dot-product attention.
+            model_mode: "train", or "prefill", where key, value and segment ids come from ``cached_values``.
+            cached_values: in prefill ``((key, value, decoder_segment_ids), None)``.
+            sinks: [H] logits.
+            decoder_segment_ids_kv: segment ids of the keys where they differ.
+
+        Raises:
+            ValueError: a mode, cache or mask that this operator does not have; nothing is ignored.
+        """
+        if model_mode == "prefill" and cached_values is not None:
+            (key, value, decoder_segment_ids), later = cached_values
+            cached_values = later
+        elif model_mode != "train":
+            raise ValueError(f"MaxTextAttention: model_mode must be train, or prefill with its cached_values; got {model_mode!r}")
+        refused = {
+            "cached_values": cached_values,
+            "previous_chunk": previous_chunk,
+            "bidirectional_mask": bidirectional_mask,
+            "indexer_mask": indexer_mask,
+            "compressed_mask": compressed_mask,
+            "compressed_kv": compressed_kv,
+            "slot": slot,
+            "record_max_logits": record_max_logits or None,
+        }
+        given = [name for name, argument in refused.items() if argument is not None]
+        if given:
+            raise ValueError(f"MaxTextAttention: {', '.join(given)} cannot be honoured in {model_mode}")
+        ids_of_keys = decoder_segment_ids if decoder_segment_ids_kv is None else decoder_segment_ids_kv
+        descriptor: SequenceDescriptor | None = None
+        if decoder_segment_ids is not None and ids_of_keys is not None:
+            descriptor = SequenceDescriptor.from_segment_ids_and_pos((decoder_segment_ids, ids_of_keys))
+        elif ids_of_keys is not None:
+            raise ValueError("MaxTextAttention: decoder_segment_ids_kv needs decoder_segment_ids")
+        return fused_attn(
+            (query, key, value),
+            None,
+            descriptor,
+            None,
+            AttnBiasType.NO_BIAS,
+            _MASKS[self._kind != "full", descriptor is not None],
+            QKVLayout.BSHD_BSHD_BSHD if descriptor is None else QKVLayout.THD_THD_THD,
+            AttnSoftmaxType.VANILLA_SOFTMAX if sinks is None else AttnSoftmaxType.LEARNABLE_SOFTMAX,
+            self.scale,
+            0.0,
+            True,
+            self.max_segments_per_seq,
+            None if self.sliding_window_size is None else (self.sliding_window_size - 1, 0),
+            softmax_offset=None if sinks is None else jnp.asarray(sinks, jnp.float32).reshape(1, -1, 1, 1),
+            contract=self.contract,
+            engine=self.engine,
+        )
+
+
+_MASKS = {
+    (False, False): AttnMaskType.NO_MASK,
+    (False, True): AttnMaskType.PADDING_MASK,
+    (True, False): AttnMaskType.CAUSAL_MASK,
+    (True, True): AttnMaskType.PADDING_CAUSAL_MASK,
+}
+"""By whether attention is causal, and whether there are segments."""

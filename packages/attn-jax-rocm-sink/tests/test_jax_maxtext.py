@@ -1,0 +1,122 @@
+"""``MaxTextAttention`` at GPT-OSS's sizes: 64 query and 8 kv heads of 64, sinks, layers with a window of 128 between global ones."""
+
+from __future__ import annotations
+
+from enum import Enum
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from attn_jax_rocm_sink import MaxTextAttention, attention
+from attn_spec._errors import ContractViolation
+from attn_spec.testing.asserts import assert_bytes, assert_close, assert_zero
+from jax_calls import bits
+from jax_plain_attention import plain_attention
+
+H, K, D, WINDOW = 64, 8, 64, 128
+S = 136
+RNG = np.random.default_rng(0)
+# MaxText's layers scale the query by 1/sqrt(head_dim) themselves.
+Q, KEY, VALUE = (
+    jnp.asarray(RNG.standard_normal((1, S, heads, D)) * factor, jnp.float32) for heads, factor in ((H, D**-0.5), (K, 1.0), (K, 1.0))
+)
+SINKS = jnp.asarray(RNG.standard_normal(H), jnp.float32)
+# The second segment is longer than the window.
+IDS = np.array([[1] * 2 + [2] * (S - 5) + [0] * 3], np.int32)
+
+
+class AttentionType(Enum):
+    """As MaxText names them."""
+
+    GLOBAL = "global"
+    LOCAL_SLIDING = "local_sliding"
+    CHUNK = "chunk"
+
+
+LAYERS = {
+    "local": MaxTextAttention(attention_type=AttentionType.LOCAL_SLIDING, sliding_window_size=WINDOW, max_segments_per_seq=2),
+    "global": MaxTextAttention(attention_type=AttentionType.GLOBAL, max_segments_per_seq=2),
+}
+
+
+def visible(window: int | None) -> np.ndarray:
+    """MaxText's mask: earlier or equal, of the same segment, among the last ``window``; padding sees nothing here."""
+    row, column, ids = np.arange(S)[:, None], np.arange(S), IDS[0]
+    seen = (column <= row) & (ids[:, None] == ids) & (ids[:, None] > 0)
+    return (seen if window is None else seen & (column > row - window))[None, None]
+
+
+@pytest.mark.parametrize("name", LAYERS)
+def test_a_gpt_oss_layer_is_close_to_its_definition(name: str) -> None:
+    layer, window = LAYERS[name], WINDOW if name == "local" else None
+    weight = jnp.asarray(np.random.default_rng(1).standard_normal(Q.shape), jnp.float32)
+    moving = (Q, KEY, VALUE, SINKS)
+
+    def gradients(function: Any) -> list[np.ndarray]:
+        @jax.jit
+        def run(q: jax.Array, k: jax.Array, v: jax.Array, sinks: jax.Array) -> Any:
+            out, pullback = jax.vjp(function, q, k, v, sinks)
+            return out, *pullback(weight)
+
+        return [bits(value) for value in run(*moving)]
+
+    ours = gradients(lambda q, k, v, sinks: layer(q, k, v, IDS, None, "train", sinks=sinks))
+    theirs = gradients(lambda q, k, v, sinks: plain_attention(q, k, v, visible(window), 1.0, sinks=sinks))
+    for what, got, expected in zip(("out", "dq", "dk", "dv", "dsinks"), ours, theirs, strict=True):
+        assert_close(got, expected, what, tolerance=1e-5)
+    assert_zero(ours[0][0, S - 3 :], "padding")
+    wrong = {
+        "window": plain_attention(*moving[:3], visible(WINDOW - 1 if window else WINDOW), 1.0, sinks=SINKS),
+        "sinks": plain_attention(*moving[:3], visible(window), 1.0),
+    }
+    for what, out in wrong.items():
+        with pytest.raises(ContractViolation):
+            assert_close(ours[0], np.asarray(out), what, tolerance=1e-5)
+
+
+def test_without_segments_it_has_the_bytes_of_attention() -> None:
+    out = LAYERS["local"](Q, KEY, VALUE, None, None, "train", sinks=SINKS.astype(jnp.bfloat16))
+    q, k, v = (jnp.swapaxes(array, 1, 2) for array in (Q, KEY, VALUE))
+    expected = attention(q, k, v, scale=1.0, window=(WINDOW - 1, 0), sinks=SINKS.astype(jnp.bfloat16))
+    assert_bytes(bits(jnp.swapaxes(out, 1, 2)), bits(expected), "out")
+
+
+def test_prefill_reads_its_cache() -> None:
+    q, k, v, ids = Q[:, :8, :8], KEY[:, :8, :1], VALUE[:, :8, :1], IDS[:, :8]
+    layer = LAYERS["global"]
+    cached = layer(q, k, v, None, None, "prefill", ((k + 1.0, v - 1.0, ids), None))
+    assert_bytes(bits(cached), bits(layer(q, k + 1.0, v - 1.0, ids, None, "train")), "prefill")
+
+
+@pytest.mark.parametrize(
+    ("mode", "change", "message"),
+    [
+        ("autoregressive", {}, "model_mode must be train, or prefill with its cached_values; got 'autoregressive'"),
+        ("prefill", {}, "model_mode must be train, or prefill with its cached_values"),
+        ("prefill", {"cached_values": ((KEY, VALUE, IDS), (KEY, VALUE, IDS, IDS))}, "cached_values cannot be honoured in prefill"),
+        ("train", {"previous_chunk": KEY}, "previous_chunk cannot be honoured in train"),
+        ("train", {"bidirectional_mask": IDS, "indexer_mask": IDS}, "bidirectional_mask, indexer_mask cannot be honoured"),
+        ("train", {"compressed_mask": IDS, "compressed_kv": KEY}, "compressed_mask, compressed_kv cannot be honoured"),
+        ("train", {"slot": 1, "record_max_logits": True}, "slot, record_max_logits cannot be honoured"),
+        ("train", {"decoder_segment_ids_kv": IDS}, "decoder_segment_ids_kv needs decoder_segment_ids"),
+    ],
+)
+def test_what_it_lacks_is_refused(mode: str, change: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        LAYERS["global"](Q, KEY, VALUE, None, None, mode, **change)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"attention_type": AttentionType.CHUNK}, "attention_type 'chunk' is not supported; supported: global, local_sliding, full"),
+        ({"attention_type": "local_sliding"}, "sliding_window_size goes with local_sliding; got None"),
+        ({"sliding_window_size": 4}, "sliding_window_size goes with local_sliding; got 4 for global"),
+        ({"attention_type": "local_sliding", "sliding_window_size": 0}, "sliding_window_size must be at least 1"),
+    ],
+)
+def test_bad_layers_are_named(options: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        MaxTextAttention(**options)

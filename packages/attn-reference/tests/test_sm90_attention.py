@@ -1,0 +1,176 @@
+"""attention of sm90-v1: host kernels against the definition, partial states and their merge, accuracy, and refusals."""
+
+from __future__ import annotations
+
+import math
+from types import ModuleType
+from typing import Any
+
+import attn_reference
+import pytest
+import torch
+from attn_reference._host_kernels import HostKernels
+from attn_reference._pytorch_kernels import KERNELS as DEFINITION
+from attn_reference.partials import Partials, attention_partial, merge_partials
+from attn_spec import UnsupportedProblem
+from sm90_problems import DTYPES, normal, problem, same_bytes
+from torch import Tensor
+
+CONTRACT = "sm90-v1"
+VARIANTS = HostKernels.variants()
+
+
+@pytest.mark.parametrize("seed", range(18))
+def test_host_kernels_give_the_bytes_of_the_definition(seed: int) -> None:
+    inputs, dout, dlse = problem(seed)
+    kernels = HostKernels(VARIANTS[seed % len(VARIANTS)], 1 + seed % 3)
+    out, lse = DEFINITION.attention_sm90_forward(inputs)
+    found = kernels.attention_sm90_forward(inputs)
+    assert same_bytes(found[0], out)
+    assert same_bytes(found[1], lse)
+    needs = frozenset({"q", "k", "v"} | ({"sinks"} if inputs.sinks is not None else set()))
+    expected = DEFINITION.attention_sm90_backward(inputs, dout, dlse, out, lse, needs)
+    gradients = kernels.attention_sm90_backward(inputs, dout, dlse, out, lse, needs)
+    assert gradients.keys() == expected.keys() == needs
+    for name, gradient in gradients.items():
+        assert same_bytes(gradient, expected[name]), name
+
+
+def exact(q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None = None) -> tuple[Tensor, Tensor]:
+    """Causal attention in float64."""
+    group = q.shape[1] // k.shape[1]
+    k, v = k.repeat_interleave(group, 1), v.repeat_interleave(group, 1)
+    scores = q @ k.transpose(-1, -2) / math.sqrt(q.shape[-1])
+    hidden = torch.ones(scores.shape[-2:], dtype=torch.bool).triu(scores.shape[-1] - scores.shape[-2] + 1)
+    scores = scores.masked_fill(hidden, -torch.inf)
+    if sinks is not None:
+        scores = torch.cat((scores, sinks[None, :, None, None].expand(*scores.shape[:-1], 1)), dim=-1)
+    probs = scores.softmax(-1)[..., : k.shape[2]]
+    return probs @ v, scores.logsumexp(-1)
+
+
+def rms(found: Tensor, expected: Tensor) -> float:
+    return float((found.double() - expected).detach().square().mean().sqrt())
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("width", (64, 128, 256))
+def test_errors_are_those_of_fused_attention_in_halves(dtype: torch.dtype, width: int) -> None:
+    """Against float64, at most 1.1 times the error of torch's fused attention in the same dtype; gradients likewise."""
+    q, k, v = (normal(seed, 1, 4, 300, width, dtype=dtype).requires_grad_() for seed in range(3))
+    dout = normal(3, 1, 4, 300, width, dtype=dtype)
+    wide = [tensor.detach().double().requires_grad_() for tensor in (q, k, v)]
+    expected, expected_lse = exact(*wide)
+    gradients = torch.autograd.grad(expected, wide, dout.double())
+    found, lse = attn_reference.attention(q, k, v, contract=CONTRACT, return_lse=True)
+    plain = torch.nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True)
+    assert rms(found, expected) <= 1.1 * rms(plain, expected)
+    assert float((lse.double() - expected_lse).abs().max()) < 2e-6
+    for ours, theirs, right in zip(
+        torch.autograd.grad(found, (q, k, v), dout), torch.autograd.grad(plain, (q, k, v), dout), gradients, strict=True
+    ):
+        assert rms(ours, right) <= 1.1 * rms(theirs, right)
+    assert rms(torch.zeros_like(found), expected) > 10 * rms(plain, expected)
+
+
+def test_gradients_of_sinks_and_lse() -> None:
+    q, k, v = (normal(seed, 2, heads, 70, 64).requires_grad_() for seed, heads in ((0, 4), (1, 2), (2, 2)))
+    sinks = torch.randn(4, generator=torch.Generator().manual_seed(5)).requires_grad_()
+    wide = [tensor.detach().double().requires_grad_() for tensor in (q, k, v, sinks)]
+    dout, dlse = normal(3, 2, 4, 70, 64), normal(4, 2, 4, 70).float()
+    expected = torch.autograd.grad(exact(*wide), wide, (dout.double(), dlse.double()))
+    outputs = attn_reference.attention(q, k, v, sinks=sinks, contract=CONTRACT, return_lse=True)
+    for found, right in zip(torch.autograd.grad(outputs, (q, k, v, sinks), (dout, dlse)), expected, strict=True):
+        assert found.dtype == (torch.float32 if found.ndim == 1 else torch.bfloat16)
+        assert rms(found, right) < 0.01 * float(right.square().mean().sqrt())
+
+
+def test_rows_without_a_key() -> None:
+    """Output 0, LSE -inf or the sink itself, gradients 0 but the sink's -dLSE."""
+    q, k, v = normal(0, 1, 2, 6, 64), normal(1, 1, 2, 3, 64), normal(2, 1, 2, 3, 64)
+    q, k, v = (tensor.requires_grad_() for tensor in (q, k, v))
+    sinks = torch.tensor([0.3, -torch.inf], requires_grad=True)
+    out, lse = attn_reference.attention(q, k, v, sinks=sinks, contract=CONTRACT, return_lse=True)
+    dead = slice(0, 3)
+    assert not out[:, :, dead].any()
+    assert same_bytes(lse[0, :, dead], torch.stack((sinks[:1].expand(3), sinks[1:].expand(3))).detach())
+    dq, dsinks = torch.autograd.grad((out[:, :, dead].sum(), lse[:, 0, dead].sum()), (q, sinks))
+    assert not dq.any()
+    assert dsinks.tolist() == [3.0, 0.0]
+
+
+def cut(q: Tensor, k: Tensor, v: Tensor, bounds: tuple[int, ...], **keywords: Any) -> list[Partials]:
+    start = k.shape[2] - q.shape[2]
+    return [
+        attention_partial(q, k[:, :, begin:end], v[:, :, begin:end], q_start=start, k_start=begin, **keywords)
+        for begin, end in zip(bounds, bounds[1:], strict=False)
+    ]
+
+
+@pytest.mark.parametrize("bounds", ((0, 2500), (0, 1024, 2500), (0, 1024, 2048, 2500), (0, 2048, 2500)), ids=str)
+def test_any_number_of_partials_gives_the_bits_of_one_call(bounds: tuple[int, ...]) -> None:
+    q, k, v = normal(0, 2, 4, 3, 64), normal(1, 2, 2, 2500, 64), normal(2, 2, 2, 2500, 64)
+    sinks = torch.tensor([0.0, 1.0, -torch.inf, 5.0])
+    out, lse = attn_reference.attention(q, k, v, sinks=sinks, contract=CONTRACT, return_lse=True)
+    merged = merge_partials(cut(q, k, v, bounds), sinks=sinks)
+    assert same_bytes(merged[0], out)
+    assert same_bytes(merged[1], lse)
+
+
+def test_partials_of_the_definition_are_those_of_the_host_kernels() -> None:
+    inputs, _, _ = problem(3)
+    inputs.k_start = None if inputs.k_start is None else torch.full_like(inputs.k_start, 1000)
+    count = 1 + (1000 + inputs.k.shape[2]) // 1024
+    for found, expected in zip(
+        HostKernels().attention_sm90_states(inputs, count), DEFINITION.attention_sm90_states(inputs, count), strict=True
+    ):
+        assert same_bytes(found, expected)
+
+
+def test_a_merge_is_not_associative() -> None:
+    """Merged states on the right give other bits: why the order is part of the contract."""
+    from attn_reference._sm90_attention import State, fold
+
+    q, k, v = normal(0, 1, 2, 8, 64), normal(1, 1, 2, 3072, 64), normal(2, 1, 2, 3072, 64)
+    (part,) = cut(q, k, v, (0, 3072))
+    states = [State(part.n[i], part.l[i], part.o[i]) for i in range(3)]
+    assert not same_bytes(fold([states[0], fold(states[1:])]).o, fold(states).o)
+
+
+def test_partials_out_of_order_are_refused() -> None:
+    q, k, v = normal(0, 1, 1, 3, 64), normal(1, 1, 1, 1500, 64), normal(2, 1, 1, 1500, 64)
+    parts = cut(q, k, v, (0, 1024, 1500))
+    with pytest.raises(ValueError, match="segment 0 comes after segment 1"):
+        merge_partials(parts[::-1])
+    with pytest.raises(ValueError, match="segment 0 comes after segment 0"):
+        merge_partials(cut(q, k, v, (0, 500, 1500)))
+    with pytest.raises(ValueError, match="at least one part"):
+        merge_partials([])
+    with pytest.raises(UnsupportedProblem, match="gradients"):
+        attention_partial(q.requires_grad_(), k, v, q_start=0)
+
+
+@pytest.mark.parametrize(
+    ("keywords", "reason"),
+    (
+        ({"bias": torch.zeros(1, 1, 1, 1)}, "bias with contract sm90-v1 .ordered-v1 has them"),
+        ({"key_padding_mask": torch.ones(1, 5, dtype=torch.bool)}, "key_padding_mask with contract sm90-v1"),
+        ({"dropout_p": 0.1}, "dropout with contract sm90-v1"),
+    ),
+)
+def test_what_it_lacks_is_refused_by_name(engine: ModuleType, keywords: dict[str, Any], reason: str) -> None:
+    q = normal(0, 1, 1, 5, 64)
+    with pytest.raises(UnsupportedProblem, match=reason):
+        engine.attention(q, q, q, contract=CONTRACT, **keywords)
+
+
+def test_other_dtypes_widths_and_scales_are_refused(engine: ModuleType) -> None:
+    q = normal(0, 1, 1, 5, 64)
+    with pytest.raises(UnsupportedProblem, match=r"dtype float32 with contract sm90-v1 .it covers bfloat16, float16; others: ordered-v1"):
+        engine.attention(q.float(), q.float(), q.float(), contract=CONTRACT)
+    with pytest.raises(UnsupportedProblem, match=r"head_dim=32, value_dim=32 with contract sm90-v1 .it covers 64, 128, 256"):
+        engine.attention(q[..., :32], q[..., :32], q[..., :32], contract=CONTRACT)
+    with pytest.raises(ValueError, match=r"got scale=-0.5"):
+        engine.attention(q, q, q, scale=-0.5, contract=CONTRACT)
+    with pytest.raises(UnsupportedProblem, match="a float32 result with contract sm90-v1"):
+        engine.FUNCTIONS["attention.forward_fp32"](q, q, q, contract=CONTRACT)

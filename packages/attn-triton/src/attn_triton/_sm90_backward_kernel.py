@@ -1,0 +1,315 @@
+"""Attention backward of contract sm90-v1 on Hopper's tensor cores: delta of every row, dq, and dk with dv, from recomputed P and dS.
+
+A program owns rows, or keys with all query heads of their group, and goes over the other side in ascending order, so that no sum crosses
+programs. Nothing of the size of the scores is stored.
+"""
+
+# mypy: ignore-errors
+# (the bodies are Triton's language, which Python's types do not describe)
+
+import triton
+import triton.language as tl
+
+from attn_triton._device_function import device_function
+from attn_triton._scores_kernel import row_values
+from attn_triton._sm90_arithmetic_kernel import LOG2E, add_rn, ex2, tree_sum
+from attn_triton._sm90_forward_kernel import again, find_rows, key_block, key_phase, key_tiles, query_block
+from attn_triton._visibility_kernel import item_of, rows_at, sizes_of
+
+__all__ = [
+    "ROW_PAD",
+    "SINK_ROWS",
+    "attention_delta",
+    "attention_key_gradients",
+    "attention_query_gradients",
+    "attention_sink_items",
+    "attention_sinks",
+]
+
+NEGATIVE_INFINITY = tl.constexpr(float("-inf"))
+INFINITY = tl.constexpr(float("inf"))
+N = tl.constexpr(128)
+SINK_ROWS = 128
+TILE = tl.constexpr(SINK_ROWS)
+ROW_PAD = 128
+"""Row values of a packed segment or batch item begin at a multiple of that."""
+PAD = tl.constexpr(ROW_PAD)
+FAR = tl.constexpr(1 << 30)
+
+
+@device_function
+def _line(sizes, item, head, PACKED: tl.constexpr):
+    """Where the row values of the item's queries of ``head`` begin in the workspace, in units of PAD: every item begins a unit.
+
+    The workspace holds the values of no query (+inf and 0) after those of an item, so that blocks of queries are read without a mask.
+    """
+    heads = sizes.kv_heads.to(tl.int64) * sizes.group
+    if PACKED:
+        units = (sizes.queries + PAD - 1) // PAD + sizes.batch + 1
+        line = head * units + (item.first_query // PAD + item.batch)
+    else:
+        line = (item.batch * heads + head) * ((sizes.queries + PAD - 1) // PAD)
+    return line
+
+
+@device_function
+def _row_block(tensor, batch_stride, head_stride, row_stride, item, rows, D: tl.constexpr):
+    """[M, D] of a tensor like q with unit stride; absent rows are +0."""
+    at = item.batch * batch_stride + rows.head * head_stride + (item.first_query + rows.query) * row_stride
+    return tl.load((tensor + at)[:, None] + tl.arange(0, D)[None, :], mask=rows.present[:, None], other=0.0)
+
+
+@device_function
+def _store_block(tensor, batch_stride, head_stride, row_stride, item, rows, values, D: tl.constexpr):
+    at = item.batch * batch_stride + rows.head * head_stride + (item.first_query + rows.query) * row_stride
+    tl.store((tensor + at)[:, None] + tl.arange(0, D)[None, :], values.to(tensor.dtype.element_ty), mask=rows.present[:, None])
+
+
+@triton.jit(do_not_specialize=["per_item"])
+def attention_delta(
+    arrays,
+    sizes,
+    plan,
+    per_item,
+    dout,
+    dout_batch,
+    dout_head,
+    dout_row,
+    out,
+    out_batch,
+    out_head,
+    out_row,
+    lse,
+    dlse,
+    delta,
+    origin,
+    ROWS: tl.constexpr,
+    D: tl.constexpr,
+    PACKED: tl.constexpr,
+):
+    """delta, and ``origin``, the exponents' reference ``RN(LSE * log2 e)`` (+inf for a dead row), in the workspace."""
+    sizes = sizes_of(sizes)
+    item, kv_head, block = find_rows(arrays, sizes, plan, per_item, tl.program_id(0))
+    if block < 0:
+        return
+    rows = rows_at(arrays, sizes, item, kv_head, block * ROWS, ROWS)
+    d = _row_block(dout, dout_batch, dout_head, dout_row, item, rows, D).to(tl.float32)
+    o = _row_block(out, out_batch, out_head, out_row, item, rows, D).to(tl.float32)
+    total = tree_sum(d * o, ROWS, D)
+    at = row_values(arrays, sizes, item, rows)
+    if dlse is not None:
+        total = total - tl.load(dlse + at, mask=rows.present, other=0.0)
+    reference = tl.load(lse + at, mask=rows.present, other=0.0) * LOG2E
+    at = _line(sizes, item, rows.head, PACKED) * PAD + rows.query
+    tl.store(delta + at, total, mask=rows.present)
+    tl.store(origin + at, tl.where(reference == NEGATIVE_INFINITY, INFINITY, reference), mask=rows.present)
+
+
+@device_function
+def _query_tile(
+    q, do, k_tiles, v_tiles, item, kv_head, rows, phase, tile, origin, delta, acc, c, M: tl.constexpr, D: tl.constexpr,
+    MASKED: tl.constexpr, WINDOWED: tl.constexpr, PACKED: tl.constexpr, GARBAGE: tl.constexpr
+):  # fmt: skip
+    """The sum for dq after one more key tile: a product of its own, then one rounded addition."""
+    first = tile * N - phase
+    k = key_block(k_tiles, item, kv_head, first, PACKED, D)
+    stored = first + tl.arange(0, N)
+    if MASKED and GARBAGE:
+        k = tl.where((stored < item.used)[:, None], k, 0.0)
+    s = tl.dot(q, k.T)
+    v = key_block(v_tiles, item, kv_head, first, PACKED, D)
+    dp = tl.dot(do, v.T)
+    p = ex2(tl.fma(s, c, -origin[:, None]))
+    ds = p * (dp - delta[:, None])
+    if MASKED:
+        seen = stored[None, :] < rows.upper[:, None]
+        if WINDOWED:
+            seen = seen & (stored[None, :] >= rows.lower[:, None])
+        ds = tl.where(seen, ds, 0.0)
+    return add_rn(acc, tl.dot(ds.to(k.dtype), k))
+
+
+@triton.jit(do_not_specialize=["per_item"])
+def attention_query_gradients(
+    arrays,
+    sizes,
+    plan,
+    per_item,
+    k_tiles,
+    v_tiles,
+    c,
+    dout,
+    dout_batch,
+    dout_head,
+    dout_row,
+    origins,
+    deltas,
+    dq,
+    dq_batch,
+    dq_head,
+    dq_row,
+    ROWS: tl.constexpr,
+    D: tl.constexpr,
+    STAGES: tl.constexpr,
+    WINDOWED: tl.constexpr,
+    PACKED: tl.constexpr,
+    GARBAGE: tl.constexpr,
+):
+    """dq of a block of rows: key tiles ascending."""
+    sizes = sizes_of(sizes)
+    item, kv_head, block = find_rows(arrays, sizes, plan, per_item, tl.program_id(0))
+    if block < 0:
+        return
+    rows = rows_at(arrays, sizes, item, kv_head, block * ROWS, ROWS)
+    phase = key_phase(arrays, item)
+    begin, full_begin, full_end, end = key_tiles(rows, phase)
+    at = _line(sizes, item, rows.head, PACKED) * PAD + rows.query
+    origin = tl.load(origins + at, mask=rows.present, other=INFINITY)
+    delta = tl.load(deltas + at, mask=rows.present, other=0.0)
+    q = query_block(arrays, item, rows, D)
+    do = _row_block(dout, dout_batch, dout_head, dout_row, item, rows, D)
+    acc = tl.zeros((ROWS, D), tl.float32)
+    if WINDOWED:
+        for tile in tl.range(begin, full_begin, num_stages=STAGES):
+            acc = _query_tile(
+                q, do, k_tiles, v_tiles, item, kv_head, rows, phase, tile, origin, delta, acc, c, ROWS, D, True, True, PACKED, GARBAGE
+            )
+    for tile in tl.range(full_begin, full_end, num_stages=STAGES):
+        acc = _query_tile(
+            q, do, k_tiles, v_tiles, item, kv_head, rows, phase, tile, origin, delta, acc, c, ROWS, D, False, False, PACKED, False
+        )
+    for tile in tl.range(full_end, end, num_stages=STAGES):
+        acc = _query_tile(
+            q, do, k_tiles, v_tiles, item, kv_head, rows, phase, tile, origin, delta, acc, c, ROWS, D, True, WINDOWED, PACKED, GARBAGE
+        )
+    rows = rows_at(arrays, sizes, item, kv_head, again(block) * ROWS, ROWS)
+    _store_block(dq, dq_batch, dq_head, dq_row, item, rows, acc * sizes.scale, D)
+
+
+@device_function
+def _rows_of_queries(tiles, pointer, row_stride, item, head, first, present, M: tl.constexpr, D: tl.constexpr, PACKED: tl.constexpr):
+    """Queries [first, first + M) of q or dout, [M, D]; rows past the item's end are +0. Packed: by ``pointer``, the item's row 0."""
+    if PACKED:
+        at = (first + tl.arange(0, M)).to(tl.int64) * row_stride
+        block = tl.load((pointer + at)[:, None] + tl.arange(0, D)[None, :], mask=present[:, None], other=0.0)
+    else:
+        block = tl.reshape(tiles.load([item.batch.to(tl.int32), head.to(tl.int32), first, 0]), (M, D))
+    return block
+
+
+@triton.jit(do_not_specialize=["per_item"])
+def attention_key_gradients(
+    arrays,
+    sizes,
+    plan,
+    per_item,
+    q_tiles,
+    dout_tiles,
+    c,
+    dout,
+    dout_head,
+    dout_row,
+    origins,
+    deltas,
+    dk,
+    dv,
+    d_batch,
+    d_head,
+    d_row,
+    ROWS: tl.constexpr,
+    KEYS: tl.constexpr,
+    D: tl.constexpr,
+    STAGES: tl.constexpr,
+    MASKED: tl.constexpr,
+    PACKED: tl.constexpr,
+):
+    """dk and dv of KEYS keys: query heads of the group ascending and, within a head, queries ascending, ROWS at a time.
+
+    MASKED: some query may see a part of the keys (causal or a window). Keys at or past the end of the item get +0.
+    """
+    sizes = sizes_of(sizes)
+    item, kv_head, block = find_rows(arrays, sizes, plan, per_item, tl.program_id(0))
+    if block < 0:
+        return
+    first_key = (block * KEYS).to(tl.int32)
+    key = first_key + tl.arange(0, KEYS)
+    inside = key < item.keys
+    at = item.batch * arrays.k_batch + kv_head * arrays.k_head + (item.first_key + key) * arrays.k_row
+    k = tl.load((arrays.k + at)[:, None] + tl.arange(0, D)[None, :] * arrays.k_column, mask=inside[:, None], other=0.0)
+    at = item.batch * arrays.v_batch + kv_head * arrays.v_head + (item.first_key + key) * arrays.v_row
+    v = tl.load((arrays.v + at)[:, None] + tl.arange(0, D)[None, :] * arrays.v_column, mask=inside[:, None], other=0.0)
+    # Queries that see a key of the block are [begin, end), those that see all of them [full_begin, full_end).
+    queries = item.queries.to(tl.int64)
+    last_key = tl.minimum(first_key + KEYS, item.used) - 1
+    begin = tl.minimum(tl.maximum(first_key - sizes.right - item.offset, 0), queries)
+    end = tl.minimum(tl.maximum(last_key + sizes.left - item.offset + 1, 0), queries)
+    end = tl.where(last_key < first_key, begin, end)
+    full_begin = tl.minimum(tl.maximum(last_key - sizes.right - item.offset, 0), queries).to(tl.int32)
+    full_end = tl.minimum(tl.maximum(first_key + sizes.left - item.offset + 1, 0), queries).to(tl.int32)
+    below = tl.minimum(tl.maximum(item.offset + sizes.right - first_key, -FAR), FAR).to(tl.int32)
+    above = tl.minimum(tl.maximum(item.offset - sizes.left - first_key, -FAR), FAR).to(tl.int32)
+    low, high = begin.to(tl.int32) // ROWS, (end.to(tl.int32) + ROWS - 1) // ROWS
+    dk_sum = tl.zeros((KEYS, D), tl.float32)
+    dv_sum = tl.zeros((KEYS, D), tl.float32)
+    for member in range(0, sizes.group):
+        head = kv_head * sizes.group + member
+        line = _line(sizes, item, head, PACKED) * PAD
+        q_row_0 = arrays.q + head * arrays.q_head + item.first_query * arrays.q_row
+        dout_row_0 = dout + head * dout_head + item.first_query * dout_row
+        for step in tl.range(low, high, num_stages=STAGES):
+            first = step * ROWS
+            query = first + tl.arange(0, ROWS)
+            present = query < item.queries
+            q = _rows_of_queries(q_tiles, q_row_0, arrays.q_row, item, head, first, present, ROWS, D, PACKED)
+            s = tl.dot(k, q.T)
+            origin = tl.load(origins + line + query)
+            p = ex2(tl.fma(s, c, -origin[None, :]))
+            if MASKED and (first < full_begin) | (first + ROWS > full_end):
+                apart = tl.arange(0, KEYS)[:, None] - query[None, :]
+                p = tl.where((apart <= below) & (apart >= above), p, 0.0)
+            do = _rows_of_queries(dout_tiles, dout_row_0, dout_row, item, head, first, present, ROWS, D, PACKED)
+            dv_sum = tl.dot(p.to(do.dtype), do, dv_sum)
+            dp = tl.dot(v, do.T)
+            delta = tl.load(deltas + line + query)
+            ds = p * (dp - delta[None, :])
+            dk_sum = tl.dot(ds.to(q.dtype), q, dk_sum)
+    key = (again(block) * KEYS).to(tl.int32) + tl.arange(0, KEYS)
+    into = item.batch * d_batch + kv_head * d_head + (item.first_key + key) * d_row
+    into = into[:, None] + tl.arange(0, D)[None, :]
+    used = (key < item.used)[:, None]
+    inside = (key < item.keys)[:, None]
+    tl.store(dk + into, tl.where(used, dk_sum * sizes.scale, 0.0).to(dk.dtype.element_ty), mask=inside)
+    tl.store(dv + into, tl.where(used, dv_sum, 0.0).to(dv.dtype.element_ty), mask=inside)
+
+
+@triton.jit
+def attention_sink_items(arrays, sizes, origins, deltas, items, PACKED: tl.constexpr):
+    """items [batch, H]: for each batch item or segment and head the sum of ``-P_sink * delta`` over queries, in tiles of 128."""
+    sizes = sizes_of(sizes)
+    heads = sizes.kv_heads.to(tl.int64) * sizes.group
+    program = tl.program_id(0).to(tl.int64)
+    batch = program // heads
+    head = program - batch * heads
+    item = item_of(arrays, sizes, batch)
+    logit = tl.load(arrays.sinks + head) * LOG2E
+    line = _line(sizes, item, head, PACKED) * PAD
+    total = tl.full((1,), 0.0, tl.float32)
+    for first in range(0, item.queries, TILE):
+        query = first + tl.arange(0, TILE)
+        origin = tl.load(origins + line + query)
+        delta = tl.load(deltas + line + query)
+        terms = tl.where(query < item.queries, -(ex2(logit - origin) * delta), 0.0)
+        terms = tl.where(logit == NEGATIVE_INFINITY, 0.0, terms)
+        total = total + tree_sum(tl.reshape(terms, (1, TILE)), 1, TILE)
+    tl.store(items + program + tl.arange(0, 1), total)
+
+
+@triton.jit(do_not_specialize=["batch", "heads"])
+def attention_sinks(items, dsinks, batch, heads, HEADS: tl.constexpr):
+    """dsinks [H] from items [batch, H], float32; batch ascending from +0."""
+    head = tl.program_id(0).to(tl.int64) * HEADS + tl.arange(0, HEADS)
+    present = head < heads
+    total = tl.zeros((HEADS,), tl.float32)
+    for item in range(0, batch):
+        total = total + tl.load(items + item * heads + head, mask=present, other=0.0)
+    tl.store(dsinks + head, total, mask=present)

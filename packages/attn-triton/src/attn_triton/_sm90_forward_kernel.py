@@ -1,0 +1,326 @@
+"""Attention forward of contract sm90-v1 on Hopper's tensor cores: one kernel for all keys of a row, or for one segment and a merge.
+
+A program owns ROWS rows of one kv head's group and goes over the key tiles that any of them sees, segment by segment. Slots count from
+the segment boundary at or before stored key 0. Nothing of the size of the scores is stored.
+"""
+
+# mypy: ignore-errors
+# (the bodies are Triton's language, which Python's types do not describe)
+
+import triton
+import triton.language as tl
+
+from attn_triton._device_function import device_function
+from attn_triton._scores_kernel import row_values
+from attn_triton._sm90_arithmetic_kernel import class_sums, empty_state, ex2, finish, merge, row_sum, zero_if_dead
+from attn_triton._visibility_kernel import item_of, rows_at, sizes_of
+
+__all__ = ["SEGMENT_KEYS", "TILE_KEYS", "attention_forward", "attention_merge", "attention_segments", "find_rows", "key_block", "key_tiles"]
+
+NEGATIVE_INFINITY = tl.constexpr(float("-inf"))
+TILE_KEYS = 128
+SEGMENT_KEYS = 1024
+N = tl.constexpr(TILE_KEYS)
+SEGMENT = tl.constexpr(SEGMENT_KEYS)
+TILES = tl.constexpr(SEGMENT_KEYS // TILE_KEYS)
+FAR = tl.constexpr(0x7FFFFFFF)
+
+
+@device_function
+def find_rows(arrays, sizes, plan, per_item, program):
+    """What program number ``program`` does: item, kv head and block of rows (int64; -1: nothing).
+
+    Blocks of one head lie side by side in the grid, so that its keys are read from the cache, and the last ones, which see most keys under
+    causality, start first. Packed: ``plan`` [segments + 1] counts the blocks before each segment.
+    """
+    program = program.to(tl.int64)
+    if plan is None:
+        outer = program // per_item
+        block = per_item - 1 - (program - outer * per_item)
+        batch = outer // sizes.kv_heads
+        kv_head = outer - batch * sizes.kv_heads
+    else:
+        blocks = tl.load(plan + sizes.batch)
+        most = tl.maximum(blocks, 1)
+        kv_head = program // most
+        outer = program - kv_head * most
+        low = tl.full([], 0, tl.int64)
+        high = low + sizes.batch
+        while high - low > 1:  # plan[low] <= outer < plan[high]
+            middle = (low + high) // 2
+            before = tl.load(plan + middle) <= outer
+            low = tl.where(before, middle, low)
+            high = tl.where(before, high, middle)
+        batch = low
+        through = tl.load(plan + low + 1)
+        block = tl.where((kv_head < sizes.kv_heads) & (outer < through), through - 1 - outer, -1)
+        kv_head = tl.minimum(kv_head, sizes.kv_heads - 1)
+    return item_of(arrays, sizes, batch), kv_head, block
+
+
+@device_function
+def key_phase(arrays, item):
+    """Slot of stored key 0, int32."""
+    phase = tl.full([], 0, tl.int32)
+    if arrays.k_start is not None:
+        phase = (tl.load(arrays.k_start + item.batch) & (SEGMENT - 1)).to(tl.int32)
+    return phase
+
+
+@device_function
+def key_tiles(rows, phase):
+    """Tiles [begin, end) that some row sees, and [full_begin, full_end) of them that every present row sees as a whole."""
+    sees = rows.lower < rows.upper
+    first = tl.min(tl.where(sees, rows.lower, FAR), axis=0)
+    last = tl.max(rows.upper, axis=0)
+    some = first < last
+    begin = tl.where(some, (phase + tl.minimum(first, last)) // N, 0)
+    end = tl.where(some, (phase + last + N - 1) // N, 0)
+    inner = tl.max(tl.where(rows.present, rows.lower, 0), axis=0)
+    outer = tl.min(tl.where(rows.present, rows.upper, last), axis=0)
+    full_begin = tl.minimum(tl.maximum((phase + inner + N - 1) // N, begin), end)
+    full_end = tl.minimum(tl.maximum((phase + outer) // N, full_begin), end)
+    return begin, full_begin, full_end, end
+
+
+@device_function
+def key_block(tiles, item, kv_head, first, PACKED: tl.constexpr, D: tl.constexpr):
+    """Stored keys [first, first + N) of an item, [N, D], from a descriptor; keys outside the array are +0."""
+    if PACKED:
+        block = tiles.load([0, kv_head.to(tl.int32), item.first_key.to(tl.int32) + first, 0])
+    else:
+        block = tiles.load([item.batch.to(tl.int32), kv_head.to(tl.int32), first, 0])
+    return tl.reshape(block, (N, D))
+
+
+@device_function
+def query_block(arrays, item, rows, D: tl.constexpr):
+    """q [M, D]; absent rows are +0."""
+    at = item.batch * arrays.q_batch + rows.head * arrays.q_head + (item.first_query + rows.query) * arrays.q_row
+    return tl.load((arrays.q + at)[:, None] + tl.arange(0, D)[None, :] * arrays.q_column, mask=rows.present[:, None], other=0.0)
+
+
+@device_function
+def _tile(
+    q, k_tiles, v_tiles, item, kv_head, rows, phase, tile, n, classes, o, c, M: tl.constexpr, D: tl.constexpr, MASKED: tl.constexpr,
+    WINDOWED: tl.constexpr, PACKED: tl.constexpr, GARBAGE: tl.constexpr
+):  # fmt: skip
+    """A segment's state after one more tile."""
+    first = tile * N - phase
+    k = key_block(k_tiles, item, kv_head, first, PACKED, D)
+    s = tl.dot(q, k.T)
+    stored = first + tl.arange(0, N)
+    if MASKED:
+        seen = stored[None, :] < rows.upper[:, None]
+        if WINDOWED:
+            seen = seen & (stored[None, :] >= rows.lower[:, None])
+        s = tl.where(seen, s, NEGATIVE_INFINITY)
+    top = tl.maximum(n, tl.max(s, axis=1) * c)
+    reference = zero_if_dead(top)
+    alpha = ex2(n - reference)
+    p = ex2(tl.fma(s, c, -reference[:, None]))
+    classes = tl.fma(classes, alpha[:, None], class_sums(p, M, N))
+    v = key_block(v_tiles, item, kv_head, first, PACKED, D)
+    if MASKED and GARBAGE:
+        v = tl.where((stored < item.used)[:, None], v, 0.0)
+    o = tl.dot(p.to(v.dtype), v, o * alpha[:, None])
+    return top, classes, o
+
+
+@device_function
+def _tiles(
+    q, k_tiles, v_tiles, item, kv_head, rows, phase, begin, end, n, classes, o, merged_n, merged_sum, merged_o, c,
+    M: tl.constexpr, D: tl.constexpr, STAGES: tl.constexpr, MASKED: tl.constexpr, WINDOWED: tl.constexpr, PACKED: tl.constexpr,
+    GARBAGE: tl.constexpr, MERGES: tl.constexpr
+):  # fmt: skip
+    """The states of the segment in work and of those before it, after the tiles [begin, end)."""
+    for tile in tl.range(begin, end, num_stages=STAGES):
+        n, classes, o = _tile(
+            q, k_tiles, v_tiles, item, kv_head, rows, phase, tile, n, classes, o, c, M, D, MASKED, WINDOWED, PACKED, GARBAGE
+        )
+        if MERGES and tile % TILES == TILES - 1:
+            merged_n, merged_sum, merged_o = merge(merged_n, merged_sum, merged_o, n, row_sum(classes, M), o)
+            n, classes, o = empty_state(M, D)
+    return n, classes, o, merged_n, merged_sum, merged_o
+
+
+@device_function
+def again(number):
+    """The same int64, of which the compiler does not know it: what is computed from it is computed anew, not kept in registers."""
+    return tl.inline_asm_elementwise("mov.b64 $0, $1;", "=l,l", [number], dtype=tl.int64, is_pure=True, pack=1)
+
+
+@device_function
+def _sinks(arrays, rows):
+    sink = None
+    if arrays.sinks is not None:
+        sink = tl.load(arrays.sinks + rows.head, mask=rows.present, other=NEGATIVE_INFINITY)
+    return sink
+
+
+@device_function
+def _store_rows(out, out_batch, out_head, out_row, lse, arrays, sizes, item, rows, values, logs, D: tl.constexpr):
+    into = item.batch * out_batch + rows.head * out_head + (item.first_query + rows.query) * out_row
+    tl.store((out + into)[:, None] + tl.arange(0, D)[None, :], values.to(out.dtype.element_ty), mask=rows.present[:, None])
+    tl.store(lse + row_values(arrays, sizes, item, rows), logs, mask=rows.present)
+
+
+@triton.jit(do_not_specialize=["per_item"])
+def attention_forward(
+    arrays,
+    sizes,
+    plan,
+    per_item,
+    k_tiles,
+    v_tiles,
+    c,
+    out,
+    out_batch,
+    out_head,
+    out_row,
+    lse,
+    ROWS: tl.constexpr,
+    D: tl.constexpr,
+    STAGES: tl.constexpr,
+    WINDOWED: tl.constexpr,
+    PACKED: tl.constexpr,
+    GARBAGE: tl.constexpr,
+):
+    """out and LSE of a block of rows.
+
+    ``k_tiles`` and ``v_tiles`` describe [batch or 1, K, T or total, D] in blocks of one tile. WINDOWED: rows may begin to see keys in the
+    middle of a tile; GARBAGE: tiles may hold rows at or past the end of the item's keys.
+    """
+    sizes = sizes_of(sizes)
+    item, kv_head, block = find_rows(arrays, sizes, plan, per_item, tl.program_id(0))
+    if block < 0:
+        return
+    rows = rows_at(arrays, sizes, item, kv_head, block * ROWS, ROWS)
+    phase = key_phase(arrays, item)
+    begin, full_begin, full_end, end = key_tiles(rows, phase)
+    q = query_block(arrays, item, rows, D)
+    n, classes, o = empty_state(ROWS, D)
+    merged_n, _, merged_o = empty_state(ROWS, D)
+    merged_sum = tl.zeros((ROWS,), tl.float32)
+    if WINDOWED:
+        n, classes, o, merged_n, merged_sum, merged_o = _tiles(
+            q, k_tiles, v_tiles, item, kv_head, rows, phase, begin, full_begin, n, classes, o, merged_n, merged_sum, merged_o, c, ROWS, D,
+            STAGES, True, True, PACKED, GARBAGE, True
+        )  # fmt: skip
+    n, classes, o, merged_n, merged_sum, merged_o = _tiles(
+        q, k_tiles, v_tiles, item, kv_head, rows, phase, full_begin, full_end, n, classes, o, merged_n, merged_sum, merged_o, c, ROWS, D,
+        STAGES, False, False, PACKED, False, True
+    )  # fmt: skip
+    n, classes, o, merged_n, merged_sum, merged_o = _tiles(
+        q, k_tiles, v_tiles, item, kv_head, rows, phase, full_end, end, n, classes, o, merged_n, merged_sum, merged_o, c, ROWS, D,
+        STAGES, True, WINDOWED, PACKED, GARBAGE, True
+    )  # fmt: skip
+    if end % TILES != 0:
+        merged_n, merged_sum, merged_o = merge(merged_n, merged_sum, merged_o, n, row_sum(classes, ROWS), o)
+    rows = rows_at(arrays, sizes, item, kv_head, again(block) * ROWS, ROWS)
+    values, logs = finish(merged_n, merged_sum, merged_o, _sinks(arrays, rows))
+    _store_rows(out, out_batch, out_head, out_row, lse, arrays, sizes, item, rows, values, logs, D)
+
+
+@triton.jit(do_not_specialize=["per_item", "segments"])
+def attention_segments(
+    arrays,
+    sizes,
+    plan,
+    per_item,
+    segments,
+    k_tiles,
+    v_tiles,
+    c,
+    parts_n,
+    parts_sum,
+    parts_o,
+    ROWS: tl.constexpr,
+    D: tl.constexpr,
+    STAGES: tl.constexpr,
+    WINDOWED: tl.constexpr,
+    PACKED: tl.constexpr,
+    GARBAGE: tl.constexpr,
+):
+    """The states of a block of rows in one segment: n and l [segments, rows], O [segments, rows, D], rows as in LSE.
+
+    Segment 0 is the one of stored key 0. The programs of a block of rows lie side by side.
+    """
+    sizes = sizes_of(sizes)
+    program = tl.program_id(0)
+    item, kv_head, block = find_rows(arrays, sizes, plan, per_item, program // segments)
+    if block < 0:
+        return
+    segment = program % segments
+    rows = rows_at(arrays, sizes, item, kv_head, block * ROWS, ROWS)
+    phase = key_phase(arrays, item)
+    begin, full_begin, full_end, end = key_tiles(rows, phase)
+    low, high = segment * TILES, segment * TILES + TILES
+    begin, full_begin = tl.minimum(tl.maximum(begin, low), high), tl.minimum(tl.maximum(full_begin, low), high)
+    full_end, end = tl.minimum(tl.maximum(full_end, low), high), tl.minimum(tl.maximum(end, low), high)
+    q = query_block(arrays, item, rows, D)
+    n, classes, o = empty_state(ROWS, D)
+    unmerged = tl.zeros((ROWS,), tl.float32)
+    if WINDOWED:
+        n, classes, o, _, _, _ = _tiles(
+            q, k_tiles, v_tiles, item, kv_head, rows, phase, begin, full_begin, n, classes, o, n, unmerged, o, c, ROWS, D,
+            STAGES, True, True, PACKED, GARBAGE, False
+        )  # fmt: skip
+    n, classes, o, _, _, _ = _tiles(
+        q, k_tiles, v_tiles, item, kv_head, rows, phase, full_begin, full_end, n, classes, o, n, unmerged, o, c, ROWS, D,
+        STAGES, False, False, PACKED, False, False
+    )  # fmt: skip
+    n, classes, o, _, _, _ = _tiles(
+        q, k_tiles, v_tiles, item, kv_head, rows, phase, full_end, end, n, classes, o, n, unmerged, o, c, ROWS, D,
+        STAGES, True, WINDOWED, PACKED, GARBAGE, False
+    )  # fmt: skip
+    heads = sizes.kv_heads.to(tl.int64) * sizes.group
+    every = heads * sizes.queries if PACKED else heads * sizes.queries * sizes.batch
+    rows = rows_at(arrays, sizes, item, kv_head, again(block) * ROWS, ROWS)
+    at = segment * every + row_values(arrays, sizes, item, rows)
+    tl.store(parts_n + at, n, mask=rows.present)
+    tl.store(parts_sum + at, row_sum(classes, ROWS), mask=rows.present)
+    tl.store((parts_o + at * D)[:, None] + tl.arange(0, D)[None, :], o, mask=rows.present[:, None])
+
+
+@triton.jit(do_not_specialize=["per_item", "segments"])
+def attention_merge(
+    arrays,
+    sizes,
+    plan,
+    per_item,
+    segments,
+    parts_n,
+    parts_sum,
+    parts_o,
+    out,
+    out_batch,
+    out_head,
+    out_row,
+    lse,
+    ROWS: tl.constexpr,
+    D: tl.constexpr,
+    STAGES: tl.constexpr,
+    PACKED: tl.constexpr,
+):
+    """out and LSE of a block of rows from the states of its segments, ascending."""
+    sizes = sizes_of(sizes)
+    item, kv_head, block = find_rows(arrays, sizes, plan, per_item, tl.program_id(0))
+    if block < 0:
+        return
+    rows = rows_at(arrays, sizes, item, kv_head, block * ROWS, ROWS)
+    phase = key_phase(arrays, item)
+    begin, _, _, end = key_tiles(rows, phase)
+    heads = sizes.kv_heads.to(tl.int64) * sizes.group
+    every = heads * sizes.queries if PACKED else heads * sizes.queries * sizes.batch
+    at = row_values(arrays, sizes, item, rows)
+    n, _, o = empty_state(ROWS, D)
+    total = tl.zeros((ROWS,), tl.float32)
+    for segment in tl.range(begin // TILES, (end + TILES - 1) // TILES, num_stages=STAGES):
+        part = segment * every + at
+        n_s = tl.load(parts_n + part, mask=rows.present, other=NEGATIVE_INFINITY)
+        total_s = tl.load(parts_sum + part, mask=rows.present, other=0.0)
+        o_s = tl.load((parts_o + part * D)[:, None] + tl.arange(0, D)[None, :], mask=rows.present[:, None], other=0.0)
+        n, total, o = merge(n, total, o, n_s, total_s, o_s)
+    values, logs = finish(n, total, o, _sinks(arrays, rows))
+    _store_rows(out, out_batch, out_head, out_row, lse, arrays, sizes, item, rows, values, logs, D)

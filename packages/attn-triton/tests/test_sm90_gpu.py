@@ -1,0 +1,207 @@
+"""Contract sm90-v1 on a Hopper GPU: the bytes of the CPU model, forward and backward, and what may not move them.
+
+``TRITON_INTERPRET=0 pytest packages/attn-triton/tests/test_sm90_gpu.py``; without such a GPU there is nothing to run.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import attn_reference
+import attn_triton
+import pytest
+import torch
+from attn_spec import Problem as Described
+from attn_triton import _sm90_configuration, _sm90_launch
+from attn_triton._sm90_configuration import CONFIGS, Sm90Config, TileConfig
+from attn_triton.backend import BACKEND
+from sm90_calls import CALLS, CONTRACT, Problem, dense, packed
+from torch import Tensor
+
+ROWS = ("out", "lse", "dq")
+
+
+@pytest.fixture(autouse=True)
+def hopper() -> None:
+    reasons = BACKEND.reasons(Described(op="attention", dtype="bfloat16", device="cuda", contract=CONTRACT, head_dim=64, value_dim=64))
+    if reasons:
+        pytest.skip("; ".join(reasons))
+
+
+def on_gpu(problem: Problem) -> dict[str, Tensor]:
+    return problem.results(attn_triton, "cuda")
+
+
+def bits(tensor: Tensor) -> Tensor:
+    """Integers, with one value for every NaN."""
+    kind = torch.int32 if tensor.dtype == torch.float32 else torch.int16
+    return torch.where(torch.isnan(tensor), -1, tensor.contiguous().view(kind))
+
+
+def assert_same(found: dict[str, Tensor], wanted: dict[str, Tensor], what: str = "") -> None:
+    assert found.keys() == wanted.keys()
+    for name, tensor in wanted.items():
+        assert found[name].shape == tensor.shape and found[name].dtype == tensor.dtype, f"{what} {name}"
+        different = bits(found[name]) != bits(tensor)
+        count = int(different.sum())
+        assert count == 0, f"{what} {name}: {count} of {different.numel()} differ, the first at {different.nonzero()[0].tolist()}"
+
+
+def part(
+    results: dict[str, Tensor], *, names: tuple[str, ...] = ROWS, items: slice = slice(None), queries: slice = slice(None)
+) -> dict[str, Tensor]:
+    return {name: results[name][items][:, :, queries] for name in names}
+
+
+@pytest.mark.parametrize("name", CALLS)
+def test_bytes_equal_the_model(name: str) -> None:
+    problem = CALLS[name]()
+    assert_same(on_gpu(problem), problem.results(attn_reference), name)
+
+
+@pytest.mark.parametrize("name", ("three segments, many rows", "starts, many rows", "window", "lengths", "starts"))
+def test_splitting_by_segments_moves_no_bit(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    problem = CALLS[name]()
+    for few in (0, 1 << 30):
+        monkeypatch.setattr(_sm90_launch, "FEW_PROGRAMS", few)
+        assert_same(on_gpu(problem), problem.results(attn_reference), f"{name}, split below {few} programs")
+
+
+def other_configs(config: Sm90Config) -> Iterator[Sm90Config]:
+    """Other blocks, warps and stages."""
+    small = TileConfig(16, 4, 1)
+    yield Sm90Config(
+        forward=small, segments=TileConfig(32, 4, 1), merge=TileConfig(4, 4, 1), delta=small, queries=TileConfig(64, 4, 1),
+        keys=TileConfig(64, 4, 1, others=16),
+    )  # fmt: skip
+    yield Sm90Config(
+        forward=TileConfig(64, 4, 2), segments=TileConfig(64, 4, 2), merge=config.merge, delta=config.delta,
+        queries=TileConfig(32, 4, 2), keys=TileConfig(128, 8, 2, others=32),
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize("head_dim", CONFIGS)
+def test_no_configuration_moves_a_bit(head_dim: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    problem = dense(head_dim=head_dim, heads=4, kv_heads=2, queries=200, keys=1400, window=(1300, 0), sinks=True)
+    wanted = on_gpu(problem)
+    for config in other_configs(CONFIGS[head_dim]):
+        monkeypatch.setitem(_sm90_configuration.CONFIGS, head_dim, config)
+        assert_same(on_gpu(problem), wanted, str(config))
+
+
+@pytest.mark.parametrize("head_dim", CONFIGS)
+def test_batch_size_and_slot(head_dim: int) -> None:
+    problem = dense(batch=3, heads=4, kv_heads=2, queries=150, keys=150, head_dim=head_dim)
+    whole = on_gpu(problem)
+    for slot in range(3):
+        alone = on_gpu(problem.items(slice(slot, slot + 1)))
+        wanted = {name: tensor[slot : slot + 1] for name, tensor in whole.items()}
+        assert_same(alone, wanted, f"slot {slot}")
+
+
+def test_neighbours_lengths() -> None:
+    """A neighbour's queue grows from 9 to 10 tokens beside a decode step."""
+    results = []
+    for length in (9, 10):
+        problem = packed((1, length), (1500, length), window=(None, 0))
+        found = on_gpu(problem)
+        results.append({"out": found["out"][3:4], "lse": found["lse"][:, 3:4], "dq": found["dq"][3:4], "dk": found["dk"][3:1503]})
+    assert_same(results[1], results[0], "9 and 10 tokens")
+
+
+@pytest.mark.parametrize("head_dim", CONFIGS)
+def test_chunked_prefill(head_dim: int) -> None:
+    problem = dense(queries=400, keys=1500, head_dim=head_dim, heads=2, kv_heads=2, sinks=True)
+    whole = on_gpu(problem)
+    for cut in (1, 37, 127, 128, 129, 300, 399):
+        for begin, end in ((0, cut), (cut, 400)):
+            chunk = problem.queries(slice(begin, end)).keys(1100 + end)
+            assert_same(part(on_gpu(chunk)), part(whole, queries=slice(begin, end)), f"rows {begin} to {end}")
+
+
+@pytest.mark.parametrize("head_dim", CONFIGS)
+def test_decode_equals_prefill(head_dim: int) -> None:
+    """Steps of one token, alone and two at a time in a batch of other lengths, near tile and segment edges."""
+    problem = dense(queries=2100, keys=2100, head_dim=head_dim, heads=4, kv_heads=1, sinks=True)
+    whole = part(on_gpu(problem), names=("out", "lse"))
+    for step in (0, 1, 63, 126, 127, 128, 129, 1000, 1022, 1023, 1024, 1025, 1151, 1152, 2046, 2047, 2048, 2049, 2099):
+        token = problem.queries(slice(step, step + 1)).keys(step + 1)
+        wanted = {name: tensor[:, :, step : step + 1] for name, tensor in whole.items()}
+        assert_same(part(on_gpu(token), names=("out", "lse")), wanted, f"step {step}")
+        tensors = {name: token.tensors[name].repeat(2, 1, 1, 1) for name in ("q", "k", "v")}
+        lengths = torch.tensor([step + 1, min(5, step)])
+        cotangents = token.dout.repeat(2, 1, 1, 1), token.dlse.repeat(2, 1, 1)
+        pair = Problem({**tensors, "sinks": token.tensors["sinks"], "kv_lengths": lengths}, *cotangents)
+        assert_same(part(on_gpu(pair), names=("out", "lse"), items=slice(0, 1)), wanted, f"step {step} in a batch")
+
+
+def test_packed_padded_and_alone() -> None:
+    """Segments of a packed call, of a padded batch and of calls of their own."""
+    lengths = (17, 300, 1, 128, 1030)
+    call = packed(lengths, lengths, heads=4, kv_heads=2)
+    whole = on_gpu(call)
+    first = 3
+    for length in lengths:
+        rows = slice(first, first + length)
+        tensors = {name: call.tensors[name][rows].transpose(0, 1)[None] for name in ("q", "k", "v")}
+        dout, dlse = call.dout[rows].transpose(0, 1)[None], call.dlse[:, rows][None]
+        wanted = {name: whole[name][rows].transpose(0, 1)[None] for name in ("out", "dq", "dk", "dv")} | {
+            "lse": whole["lse"][:, rows][None]
+        }
+        assert_same(on_gpu(Problem(tensors, dout, dlse)), wanted, f"segment of {length} alone")
+        pad = [torch.nn.functional.pad(tensors[name], (0, 0, 0, 7), value=torch.nan) for name in ("k", "v")]
+        padded = {"q": tensors["q"], "k": pad[0], "v": pad[1], "kv_lengths": torch.tensor([length])}
+        found = on_gpu(Problem(padded, dout, dlse))
+        assert not found["dk"][:, :, length:].count_nonzero() and not found["dv"][:, :, length:].count_nonzero()
+        found |= {name: found[name][:, :, :length] for name in ("dk", "dv")}
+        assert_same(found, wanted, f"segment of {length} padded with NaN")
+        first += length
+
+
+def test_a_rolling_cache() -> None:
+    """Keys that left the window may leave the cache: the grid of tiles and segments stays."""
+    problem = dense(queries=3, keys=1500, heads=2, kv_heads=2, window=(700, 0))
+    whole = part(on_gpu(problem))
+    for dropped in (1, 100, 790):
+        rolled = problem.edited(
+            k=problem.tensors["k"][:, :, dropped:], v=problem.tensors["v"][:, :, dropped:], k_start=torch.tensor([dropped])
+        )
+        assert_same(part(on_gpu(rolled)), whole, f"{dropped} keys dropped")
+
+
+def test_a_shifted_grid_is_noticed() -> None:
+    """Control: the same keys at other positions lie in other tiles and have other bits."""
+    problem = dense(queries=3, keys=1500, heads=2, kv_heads=2, causal=False)
+    shifted = problem.edited(k_start=torch.tensor([500]))
+    with pytest.raises(AssertionError, match="differ"):
+        assert_same(part(on_gpu(shifted)), part(on_gpu(problem)))
+
+
+def test_repetition_beside_other_work() -> None:
+    """Twenty backward passes while another stream keeps the GPU busy."""
+    problem = dense(batch=2, heads=4, kv_heads=2, queries=500, keys=500, head_dim=128, sinks=True)
+    wanted = on_gpu(problem)
+    other, square = torch.cuda.Stream(), torch.randn(4096, 4096, device="cuda")
+    for _ in range(20):
+        with torch.cuda.stream(other):
+            for _ in range(4):
+                square = torch.tanh(square @ square)
+        assert_same(on_gpu(problem), wanted, "beside other work")
+    torch.cuda.synchronize()
+
+
+def test_a_nan_stays_in_its_row() -> None:
+    problem = dense(queries=70, keys=150)
+    q = problem.tensors["q"].clone()
+    q[:, :, 7] = torch.nan
+    wanted, found = on_gpu(problem), on_gpu(problem.edited(q=q))
+    for name in ("out", "lse", "dq"):
+        assert torch.isnan(found[name][:, :, 7]).all()
+        rest = [row for row in range(70) if row != 7]
+        assert torch.equal(bits(found[name][:, :, rest]), bits(wanted[name][:, :, rest])), name
+
+
+def test_what_it_lacks_is_refused() -> None:
+    q = torch.zeros(1, 1, 2, 256, dtype=torch.bfloat16, device="cuda")
+    with pytest.raises(NotImplementedError, match=r"head_dim=256 with contract sm90-v1.*ordered-v1"):
+        attn_triton.attention(q, q, q, contract=CONTRACT)
