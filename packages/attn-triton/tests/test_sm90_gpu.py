@@ -75,7 +75,7 @@ def other_configs(config: Sm90Config) -> Iterator[Sm90Config]:
         keys=TileConfig(64, 4, 1, others=16),
     )  # fmt: skip
     yield Sm90Config(
-        forward=TileConfig(64, 4, 2), segments=TileConfig(64, 4, 2), merge=config.merge, delta=config.delta,
+        forward=TileConfig(128, 8, 2), segments=TileConfig(64, 4, 2), merge=config.merge, delta=config.delta,
         queries=TileConfig(32, 4, 2), keys=TileConfig(128, 8, 2, others=32),
     )  # fmt: skip
 
@@ -101,11 +101,14 @@ def test_batch_size_and_slot(head_dim: int) -> None:
 
 def test_neighbours_lengths() -> None:
     """A neighbour's queue grows from 9 to 10 tokens beside a decode step."""
+    problem = packed((1, 10), (1500, 10))
     results = []
     for length in (9, 10):
-        problem = packed((1, length), (1500, length), window=(None, 0))
-        found = on_gpu(problem)
-        results.append({"out": found["out"][3:4], "lse": found["lse"][:, 3:4], "dq": found["dq"][3:4], "dk": found["dk"][3:1503]})
+        offsets = {"cu_seqlens_q": torch.tensor([3, 4, 4 + length]), "cu_seqlens_k": torch.tensor([3, 1503, 1503 + length])}
+        found = on_gpu(problem.edited(**offsets))
+        assert not torch.equal(found["out"][4:], torch.zeros_like(found["out"][4:]))
+        results.append({**{name: found[name][3:4] for name in ("out", "dq")}, **{name: found[name][3:1503] for name in ("dk", "dv")}})
+        results[-1]["lse"] = found["lse"][:, 3:4]
     assert_same(results[1], results[0], "9 and 10 tokens")
 
 
