@@ -18,11 +18,8 @@ RULES |= {
 }
 PRODUCTS = {"attention_forward": 2, "attention_query_gradients": 3, "attention_key_gradients": 4, "attention_segments": 2}
 """Products of blocks in the loop of each kernel."""
-SPILLED = {
-    "D 128, attention_key_gradients": 512,
-    "D 128, packed, attention_key_gradients": 512,
-}
-"""Bytes of stack that a thread may have: where accumulators of two gradients, or both states of a row, fill the registers."""
+SPILLED = {"D 128, attention_key_gradients": 128}
+"""Bytes of stack that a thread may have: two accumulators fill the registers of that one."""
 
 
 @pytest.fixture(scope="module")
@@ -82,5 +79,5 @@ def test_exponentials_are_the_stated_instruction(compiled):
     ),
 )
 def test_offences_are_caught(compiled, text, rule):
-    entry = compiled["D 64, attention_forward"]
+    entry = compiled["D 128, attention_forward"]
     assert rule in broken({**entry, "assembly": entry["assembly"] + text})
