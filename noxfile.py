@@ -14,6 +14,7 @@ import nox
 ROOT = Path(__file__).resolve().parent
 sys.path.insert(0, str(ROOT / "ci"))
 from cpu_torch import CudaTorchOnly, cpu_source, nvidia_packages  # noqa: E402
+from rocm_machine import RUNNERS, absent_rows, decide, detect  # noqa: E402
 
 if sys.version_info < (3, 11):
     sys.exit(f"attn needs Python 3.11 or newer, and this nox runs on {sys.version.split()[0]}: make the environment with a newer python3.")
@@ -233,12 +234,59 @@ def aarch64(session: nox.Session) -> None:
 
 @nox.session
 def clang(session: nox.Session) -> None:
-    """Compile the arithmetic headers and the HIP kernels for the supported AMD GPUs; check what the code objects contain and compute."""
+    """Compile headers, HIP kernels and Triton kernels for AMD GPUs without one: read the code objects, and run them in the interpreter."""
     require(session, CLANG, f"{CLANG.replace('++', '')} lld-22")
     require(session, "llvm-objdump-22", "llvm-22")
     require(session, "clang-offload-bundler-22", "clang-tools-22")
     install_everything(session)
-    session.run("pytest", *(session.posargs or ["ci/amd"]))
+    session.run("pytest", "ci/amd", *session.posargs)
+
+
+@nox.session
+def aiter_headers(session: nox.Session) -> None:
+    """Check the types of the ck engine's calls against AITER's headers; ``-- FOLDER`` names a checkout, else one is cloned to build."""
+    require(session, CLANG, f"{CLANG.replace('++', '')} lld-22")
+    folder = session.posargs[0] if session.posargs else "build/aiter"
+    if not Path(folder).exists():
+        clone = ["git", "clone", "--quiet", "--depth", "1", "--filter=blob:none", "--sparse", "https://github.com/ROCm/aiter", folder]
+        session.run(*clone, external=True)
+        session.run("git", "-C", folder, "sparse-checkout", "set", "csrc/include", external=True)
+    session.install("-c", TESTED, "numpy")
+    session.install("-c", CPU, "--no-deps", "triton")
+    session.install("--no-deps", FOLDERS["attn-spec"])
+    session.run("python", "ci/amd/aiter_headers.py", folder, "build/aiter_headers")
+
+
+@nox.session
+def rocm(session: nox.Session) -> None:
+    """Build the hip engine and run everything on this machine's AMD GPUs; without HIP say so; HIP that cannot be built with is an error.
+
+    Engines over torch need its ROCm build: ``nox --no-venv -s rocm`` takes the environment as it is.
+    """
+    machine = detect()
+    step = decide(machine)
+    session.log(step.text)
+    if step.error is not None:
+        session.error(step.error)
+    if step.build:
+        install_everything(session)
+        install_hip_engine(session, str(machine.compiler))
+    if not step.run:
+        session.log("\n".join(["not run:", *absent_rows(step.text if not step.build else "no AMD GPU here; the hip engine was built")]))
+        return
+    backends = [argument for name in RUNNERS for argument in ("--attn-backend", name)]
+    session.run("pytest", *backends, "--attn-device", "rocm", "--pyargs", "attn_shared_tests", *session.posargs)
+    session.run("python", "benchmarks/cross_backend.py", "--output", "build/rocm")
+
+
+def install_hip_engine(session: nox.Session, folder: str) -> None:
+    """JAX's ROCm plugin, and attn-jax-rocm-sink built with the compiler in ``folder``; an error where the build has no hip engine."""
+    if session.virtualenv.is_sandboxed:
+        version = str(session.run("python", "-c", "import jax; print(jax.__version__)", silent=True)).strip()
+        session.install(f"jax-rocm7-plugin=={version}", f"jax-rocm7-pjrt=={version}")
+        built = ["--no-deps", "--force-reinstall", "--no-cache", "--find-links", "dist", FOLDERS["attn-jax-rocm-sink"]]
+        session.install(*built, env={"ROCM_PATH": folder})
+    session.run("python", "ci/hip_engine.py")
 
 
 @nox.session(python="3.12")

@@ -4,24 +4,38 @@ from __future__ import annotations
 
 import ctypes
 import dataclasses
+import subprocess
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from unittest.mock import patch
 
 import jax
+import jaxlib
 from attn_jax_rocm_sink import _engines, _ffi
 
 __all__ = ["hip_engine"]
 
+SOURCE = Path(__file__).parent / "cpu_platform.cc"
+
+
+def _entry(library: Path) -> ctypes.CDLL:
+    """cpu_platform.cc, compiled and linked to the engine's library."""
+    headers, place = Path(jaxlib.__path__[0]) / "include", library.parent / "libcpu_platform.so"
+    command = ["g++", "-std=c++17", "-O1", "-fPIC", "-shared", "-Wall", "-Wextra", "-Werror", "-isystem", str(headers), str(SOURCE)]
+    # The HIP runtime is the one that the process has loaded.
+    subprocess.run([*command, str(library), "-Wl,--unresolved-symbols=ignore-in-shared-libs", "-o", str(place)], check=True)
+    return ctypes.CDLL(str(place))
+
 
 @contextmanager
-def hip_engine(library: Path, shim: Path) -> Iterator[None]:
-    """``engine="hip"`` runs ``library`` on CPU arrays, through ``shim`` (cpu_platform.cc, linked to it).
+def hip_engine(library: Path) -> Iterator[None]:
+    """``engine="hip"`` runs ``library`` on CPU arrays.
 
-    The HIP runtime that the library needs must be loaded or found by the loader: its memory must be the host's.
+    The HIP runtime that the library needs must be loaded with its symbols global, and its memory must be the host's.
     """
-    handle, entry = ctypes.CDLL(str(library), mode=ctypes.RTLD_GLOBAL), ctypes.CDLL(str(shim))
+    handle = ctypes.CDLL(str(library), mode=ctypes.RTLD_GLOBAL)
+    entry = _entry(library)
     for direction in (_ffi.FORWARD, _ffi.BACKWARD):
         capsule = jax.ffi.pycapsule(getattr(entry, f"attn_cpu_platform_{direction}"))
         jax.ffi.register_ffi_target(_ffi.target("hip", direction), capsule, platform="cpu")

@@ -155,6 +155,18 @@ int launch_forward(const ForwardArguments& arguments, const RowsInWork& rows, vo
                         arguments.problem.value_dim, arguments, rows, forward_bytes(arguments.problem, rows.warps), stream);
 }
 
+int64_t rows_of(const attn_cuda_attention& problem) {
+  return problem.heads * problem.queries * (problem.cu_seqlens_q == nullptr ? problem.batch : 1);
+}
+
+int64_t row_results_bytes(const attn_cuda_attention& problem) {
+  return 3 * aligned(rows_of(problem) * static_cast<int64_t>(sizeof(float)));
+}
+
+float* row_result(const attn_cuda_attention& problem, float* wanted, Workspace& space) {
+  return wanted != nullptr ? wanted : space.take<float>(rows_of(problem));
+}
+
 }  // namespace
 }  // namespace attn_cuda
 
@@ -167,7 +179,7 @@ extern "C" int attn_cuda_attention_forward_workspace(int device, const attn_cuda
   Limits limits;
   if (const int error = find_limits(device, &limits)) return error;
   const Split split = choose_split(limits, *problem);
-  *bytes = input_bytes(*problem) + plan_bytes(*problem, 1) +
+  *bytes = row_results_bytes(*problem) + input_bytes(*problem) + plan_bytes(*problem, 1) +
            (split.tiles > 0 ? split_bytes(*problem, split) : forward_rows(limits, *problem).bytes);
   return 0;
 }
@@ -180,25 +192,23 @@ extern "C" int attn_cuda_attention_forward(int device, void* stream, const attn_
   if (!is_dtype(results->out_dtype)) return ATTN_CUDA_BAD_DTYPE;
   if (problem->batch == 0 && problem->cu_seqlens_q == nullptr) return 0;
   if (problem->queries == 0 || problem->heads == 0) return 0;
-  if (results->out == nullptr || results->lse == nullptr || results->row_max == nullptr || results->row_sum == nullptr)
-    return ATTN_CUDA_NULL_POINTER;
+  if (results->out == nullptr) return ATTN_CUDA_NULL_POINTER;
   const DeviceScope scope(device);
   if (scope.error() != cudaSuccess) return scope.error();
   Workspace space(workspace);
   ForwardArguments arguments{};
+  arguments.lse = row_result(*problem, results->lse, space);
+  arguments.row_max = row_result(*problem, results->row_max, space);
+  arguments.row_sum = row_result(*problem, results->row_sum, space);
   if (const int error = prepare(device, stream, *problem, space, &arguments.problem)) return error;
-  const int64_t rows = problem->queries * problem->heads;
   if (problem->cu_seqlens_q != nullptr) {
-    const int64_t bytes = rows * problem->value_dim * size_of(results->out_dtype);
+    const int64_t rows = problem->queries * problem->heads, bytes = rows * problem->value_dim * size_of(results->out_dtype);
     if (const int error = fill_bytes(results->out, bytes, stream)) return error;
-    if (const int error = fill_empty_rows(results->lse, results->row_max, results->row_sum, rows, stream)) return error;
+    if (const int error = fill_empty_rows(arguments.lse, arguments.row_max, arguments.row_sum, rows, stream)) return error;
   }
   arguments.out = results->out;
   arguments.out_dtype = results->out_dtype;
   arguments.vectors = stores_fours(results->out, results->out_dtype, problem->value_dim);
-  arguments.lse = results->lse;
-  arguments.row_max = results->row_max;
-  arguments.row_sum = results->row_sum;
   Limits limits;
   if (const int error = find_limits(device, &limits)) return error;
   const Split split = choose_split(limits, *problem);

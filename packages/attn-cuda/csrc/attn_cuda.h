@@ -39,7 +39,7 @@ typedef struct {
 int attn_cuda_compact_keys(int device, void* stream, const uint8_t* kept, int64_t batch, int64_t keys, int32_t* positions, int32_t* counts);
 
 // Softmax of contract ordered-v1, section 2. `probs` [rows, keys] is contiguous, float32 or the dtype of the scores; `row_max` and
-// `row_sum` [rows]. `mask` may be null.
+// `row_sum` [rows], both or neither null. `mask` may be null.
 int attn_cuda_softmax_forward(int device, void* stream, const attn_cuda_shape* shape, const attn_cuda_rows* scores,
                               const attn_cuda_mask* mask, void* probs, int32_t probs_dtype, float* row_max, float* row_sum);
 

@@ -1,45 +1,41 @@
 // Python face of attn_cuda.h: pointers and streams are integers, so that neither torch nor numpy is needed to build or load it.
-#include <pybind11/pybind11.h>
-#include <pybind11/stl.h>
-
-#include <array>
-#include <cstdint>
-#include <optional>
-#include <stdexcept>
-#include <string>
-#include <tuple>
-
-#include "attn_cuda.h"
-
-namespace py = pybind11;
+#include "members.h"
 
 namespace {
 
-using Address = std::uintptr_t;
-using Sizes = std::array<int64_t, 3>;
-using Rows = std::tuple<Address, int, Sizes>;                 // data, dtype, strides
-using Mask = std::tuple<Address, Address, Address, int64_t>;  // kept, positions, counts, rows per batch item
-
-void check(int code, const char* function) {
-  if (code != 0) throw std::runtime_error(std::string(function) + ": " + attn_cuda_message(code) + " (code " + std::to_string(code) + ")");
+attn_cuda_shape shape_of(const py::tuple& sizes, int64_t keys) {
+  Members from(sizes.ptr());
+  attn_cuda_shape shape{};
+  for (int64_t& size : shape.sizes) size = from.integer();
+  shape.keys = keys;
+  from.end();
+  return shape;
 }
 
-template <typename T>
-T* pointer(Address address) {
-  return reinterpret_cast<T*>(address);
+// Address, dtype code, strides.
+attn_cuda_rows rows_of(const py::tuple& rows) {
+  Members from(rows.ptr());
+  attn_cuda_rows found{};
+  found.data = from.pointer<const void>();
+  found.dtype = static_cast<int32_t>(from.integer());
+  Members strides(from.next());
+  for (int64_t& stride : found.strides) stride = strides.integer();
+  strides.end();
+  from.end();
+  return found;
 }
 
-attn_cuda_shape shape_of(const Sizes& sizes, int64_t keys) { return {{sizes[0], sizes[1], sizes[2]}, keys}; }
-
-attn_cuda_rows rows_of(const Rows& rows) {
-  const auto& [data, dtype, strides] = rows;
-  return {pointer<const void>(data), dtype, {strides[0], strides[1], strides[2]}};
-}
-
-attn_cuda_mask mask_of(const std::optional<Mask>& mask) {
-  if (!mask) return {};
-  const auto& [kept, positions, counts, rows_per_batch] = *mask;
-  return {pointer<const uint8_t>(kept), pointer<const int32_t>(positions), pointer<const int32_t>(counts), rows_per_batch};
+// Kept, positions, counts, rows of a batch item; or None.
+attn_cuda_mask mask_of(const py::object& mask) {
+  attn_cuda_mask found{};
+  if (mask.is_none()) return found;
+  Members from(mask.ptr());
+  found.kept = from.pointer<const uint8_t>();
+  found.positions = from.pointer<const int32_t>();
+  found.counts = from.pointer<const int32_t>();
+  found.rows_per_batch = from.integer();
+  from.end();
+  return found;
 }
 
 void compact_keys(int device, Address stream, Address kept, int64_t batch, int64_t keys, Address positions, Address counts) {
@@ -49,24 +45,24 @@ void compact_keys(int device, Address stream, Address kept, int64_t batch, int64
 }
 
 template <auto Run>
-void softmax_forward(int device, Address stream, const Sizes& sizes, int64_t keys, const Rows& scores, const std::optional<Mask>& mask,
+void softmax_forward(int device, Address stream, const py::tuple& sizes, int64_t keys, const py::tuple& scores, const py::object& mask,
                      Address probs, int probs_dtype, Address row_max, Address row_sum) {
   const attn_cuda_shape shape = shape_of(sizes, keys);
   const attn_cuda_rows input = rows_of(scores);
   const attn_cuda_mask padding = mask_of(mask);
-  check(Run(device, pointer<void>(stream), &shape, &input, mask ? &padding : nullptr, pointer<void>(probs), probs_dtype,
+  check(Run(device, pointer<void>(stream), &shape, &input, mask.is_none() ? nullptr : &padding, pointer<void>(probs), probs_dtype,
             pointer<float>(row_max), pointer<float>(row_sum)),
         "attn_cuda softmax forward");
 }
 
 template <auto Run>
-void softmax_backward(int device, Address stream, const Sizes& sizes, int64_t keys, const Rows& scores, const Rows& dprobs,
-                      const std::optional<Mask>& mask, Address row_max, Address row_sum, Address dscores) {
+void softmax_backward(int device, Address stream, const py::tuple& sizes, int64_t keys, const py::tuple& scores, const py::tuple& dprobs,
+                      const py::object& mask, Address row_max, Address row_sum, Address dscores) {
   const attn_cuda_shape shape = shape_of(sizes, keys);
   const attn_cuda_rows input = rows_of(scores);
   const attn_cuda_rows cotangent = rows_of(dprobs);
   const attn_cuda_mask padding = mask_of(mask);
-  check(Run(device, pointer<void>(stream), &shape, &input, &cotangent, mask ? &padding : nullptr, pointer<const float>(row_max),
+  check(Run(device, pointer<void>(stream), &shape, &input, &cotangent, mask.is_none() ? nullptr : &padding, pointer<const float>(row_max),
             pointer<const float>(row_sum), pointer<void>(dscores)),
         "attn_cuda softmax backward");
 }

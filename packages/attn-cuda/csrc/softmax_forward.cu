@@ -99,7 +99,7 @@ __global__ void __launch_bounds__(Wide ? kForwardThreads : kNarrowThreads, Wide 
       begin = end;
       if (begin < tiles) team.sync();
     } while (begin < tiles);
-    if (team.member == 0) {
+    if (team.member == 0 && arguments.row_max != nullptr) {
       arguments.row_max[row] = state.max;
       arguments.row_sum[row] = state.sum;
     }

@@ -12,7 +12,7 @@ struct SoftmaxForward {
   attn_cuda_mask mask;
   void* probs;
   bool probs_are_float;
-  float* row_max;
+  float* row_max;  // null when not wanted, and then row_sum
   float* row_sum;
 };
 
@@ -111,7 +111,7 @@ int run_forward(int device, const attn_cuda_shape* shape, const attn_cuda_rows* 
   if (probs_dtype != scores->dtype && probs_dtype != ATTN_CUDA_FLOAT32) return ATTN_CUDA_BAD_DTYPE;
   const Axes axes = axes_of(*shape);
   if (axes.rows == 0) return 0;
-  if (scores->data == nullptr || probs == nullptr || row_max == nullptr || row_sum == nullptr) return ATTN_CUDA_NULL_POINTER;
+  if (scores->data == nullptr || probs == nullptr || (row_max == nullptr) != (row_sum == nullptr)) return ATTN_CUDA_NULL_POINTER;
   const DeviceScope scope(device);
   if (scope.error() != cudaSuccess) return scope.error();
   const SoftmaxForward arguments{axes,

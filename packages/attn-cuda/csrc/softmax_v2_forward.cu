@@ -99,7 +99,7 @@ __global__ void __launch_bounds__(Wide ? kLongWarps<In> * kLanes : kNarrowThread
         store_probs<In, V, Masked>(arguments, row, keys, tile, team.lane, values);
       }
     }
-    if (team.member == 0) {
+    if (team.member == 0 && arguments.row_max != nullptr) {
       arguments.row_max[row] = state.max;
       arguments.row_sum[row] = state.sum;
     }

@@ -35,6 +35,7 @@ struct Config {
   Strides q, k, v, out;
   Softmax softmax;
   Bias bias;
+  DType bias_dtype;       // of the buffer that the engine reads
   int64_t bias_shape[4];  // of [B, H, S, T]; 1 on broadcast axes
   int64_t packed;
   int64_t key_padding_mask, kv_lengths, k_start, seqlens;  // operands that the call has
@@ -68,6 +69,11 @@ inline Strides bias_strides(const Config& config) {
           shape[3] == 1 ? 0 : 1};
 }
 
+inline int64_t bias_count(const Config& config) {
+  if (!has_bias(config)) return 0;
+  return config.bias_shape[0] * config.bias_shape[1] * config.bias_shape[2] * config.bias_shape[3];
+}
+
 // Rows of queries over all batch items or segments.
 inline int64_t outer_of(const Config& config) { return config.packed ? 1 : config.batch; }
 inline int64_t rows_of(const Config& config) { return outer_of(config) * config.heads * config.queries; }
@@ -79,7 +85,7 @@ class InvalidCall : public std::invalid_argument {
 
 inline Config config_from(const int64_t* words, size_t count) {
   if (count != sizeof(Config) / 8)
-    throw InvalidCall("a configuration of " + std::to_string(sizeof(Config) / 8) + " words was expected; got " + std::to_string(count));
+    throw InvalidCall("a configuration of " + std::to_string(sizeof(Config) / 8) + " words was expected, not of " + std::to_string(count));
   Config config;
   std::memcpy(static_cast<void*>(&config), words, sizeof(Config));
   return config;

@@ -19,7 +19,7 @@ struct Tensors {
   const int64_t *kv_lengths, *q_start, *k_start;                       // [B]
   const int64_t *cu_seqlens_q, *cu_seqlens_k, *seqlens_q, *seqlens_k;  // [B + 1] offsets, [B] used lengths
   const float* sinks;                                                  // [H]
-  const float* bias;                                                   // contiguous over bias_shape
+  const void* bias;                                                    // contiguous over bias_shape
   const uint32_t* dropout_seed;  // [4]: seed, low word first; batch item and head at which its counters begin
   // Results of forward; those that an engine keeps are inputs of backward.
   void* out;

@@ -29,21 +29,30 @@ SOURCES = {
     CSRC / "xla/build.cc": [f'-DATTN_BUILD_JAXLIB="{jaxlib_version.__version__}"'],
     TESTS / "fakes/attn_cuda.cc": [],
     TESTS / "fakes/engines.cc": [],
+    TESTS / "fakes/ck_runtime.cc": [],
 }
+OF_AITER = (CSRC / "ck/engine.cc", TESTS / "fakes/aiter.cc")
+"""Compiled twice: with an AITER that takes sinks, and with an old one that does not."""
 PASS = {"forward": 0, "backward": 1}
 
 
-def build(folder: Path) -> Path:
-    """Compile the library of the fakes."""
-    include = [f"-I{attn_spec.include_dir()}", "-isystem", str(Path(jaxlib.__file__).parent / "include")]
-    objects = []
-    for source, options in SOURCES.items():
-        target = folder / f"{source.parent.name}_{source.name}.o"
+def build(folder: Path) -> tuple[Path, Path]:
+    """Compile the library of the fakes, and the same over an old AITER."""
+    include = [f"-I{attn_spec.include_dir()}", f"-I{TESTS / 'fakes/aiter'}", "-isystem", str(Path(jaxlib.__file__).parent / "include")]
+
+    def compile_one(source: Path, options: list[str], suffix: str = "") -> str:
+        target = folder / f"{source.parent.name}_{source.name}{suffix}.o"
         subprocess.run(["g++", *FLAGS, *options, *include, "-c", str(source), "-o", str(target)], check=True)
-        objects.append(str(target))
-    library = folder / "libengine_fakes.so"
-    subprocess.run(["g++", "-shared", *objects, "-lpthread", "-o", str(library)], check=True)
-    return library
+        return str(target)
+
+    shared = [compile_one(source, options) for source, options in SOURCES.items()]
+    libraries = []
+    for suffix, options in (("", []), ("_old", ["-DFAKE_AITER_OLD"])):
+        objects = shared + [compile_one(source, options, suffix) for source in OF_AITER]
+        library = folder / f"libengine_fakes{suffix}.so"
+        subprocess.run(["g++", "-shared", "-Wl,-Bsymbolic", *objects, "-lpthread", "-o", str(library)], check=True)
+        libraries.append(library)
+    return libraries[0], libraries[1]
 
 
 class Fakes:
@@ -56,6 +65,11 @@ class Fakes:
             getattr(self.handle, name).restype = ctypes.c_char_p
         for name in ("attn_cuda_interface_v1", "fake_table_of_version", "fake_table_of_size"):
             getattr(self.handle, name).restype = ctypes.c_void_p
+
+    def set_aiter(self, *, has_kernel: bool = True, more_bytes: int = 0, gpu: str = "gfx942") -> None:
+        """What the fake AITER does: whether it has a kernel, bytes that it asks for beyond its need, and the GPU that it sees."""
+        self.handle.fake_aiter_set(int(has_kernel), ctypes.c_int64(more_bytes))
+        self.handle.fake_gpu_set(gpu.encode())
 
     def take_log(self) -> list[dict[str, str]]:
         """One dict a call of a fake since the last time, its name under "call"."""
@@ -122,8 +136,14 @@ class Fakes:
 
 
 def installed(fakes: Fakes, engine: str, monkeypatch: Any) -> Iterator[None]:
-    """Put the fakes' handlers in the place of an engine's, on XLA's CPU platform, with the checks of its devices left out."""
+    """Put the fakes' handlers in the place of an engine's, on XLA's CPU platform, with the checks of its devices left out.
+
+    XLA keeps a handler under its name for the life of the process, so each library has names of its own there.
+    """
     from attn_jax_rocm_sink import _engines
+
+    target = _ffi.target
+    monkeypatch.setattr(_ffi, "target", lambda name, direction: target(name, direction) + (fakes.path.stem if name == engine else ""))
 
     handlers = dataclasses.replace(_ffi.HANDLERS[engine], platform="cpu", devices=lambda: (0, 1))
     monkeypatch.setitem(_ffi.HANDLERS, engine, handlers)

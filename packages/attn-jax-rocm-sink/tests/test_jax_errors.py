@@ -49,7 +49,7 @@ BAD: list[tuple[dict[str, Any], type[Exception], str]] = [
     ({"dropout_p": 0.5, "dropout_seed": 1.5}, TypeError, "dropout_seed must be an integer"),
     ({"dropout_p": 0.5, "dropout_seed": jnp.zeros(3, jnp.uint32)}, TypeError, r"got uint32 \[3\]"),
     ({"contract": "ordered-v0"}, UnknownName, "unknown contract 'ordered-v0'; known: ordered-v1"),
-    ({"engine": "tpu"}, UnknownName, "unknown engine of attn_jax_rocm_sink 'tpu'; known: host"),
+    ({"engine": "tpu"}, UnknownName, "unknown engine of attn_jax_rocm_sink 'tpu'; known: host.*, xla"),
 ]
 
 

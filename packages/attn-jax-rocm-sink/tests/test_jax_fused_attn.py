@@ -13,7 +13,7 @@ from attn_jax_rocm_sink._bias import alibi_slopes
 from attn_spec._errors import ContractViolation
 from attn_spec.testing.asserts import assert_bytes, assert_close, assert_zero
 from jax_calls import bits
-from plain_attention import plain_attention
+from jax_plain_attention import plain_attention
 
 B, S, T, H, K, D, V = 2, 6, 8, 4, 2, 5, 3
 SCALE = 0.4
@@ -149,6 +149,7 @@ def test_padding_may_hold_anything_and_is_zero() -> None:
         padded = jnp.arange(moving[name].shape[1]) >= lengths[:, None]
         dirty[name] = jnp.where(padded[..., None, None], jnp.nan, moving[name])
     clean, found = run(moving, function), run(dirty, function)
+    assert_bytes(bits(jax.jit(lambda moving: function(**moving))(moving)), clean["out"], "forward alone")
     for name, value in clean.items():
         assert_bytes(found[name], value, name)
     for name in ("out", "dq"):
@@ -225,6 +226,26 @@ def test_dropout_keeps_its_mask_in_the_backward_pass() -> None:
         assert_bytes(bits(result), bits(without), "dropout")
 
 
+@pytest.mark.parametrize("kind", [PRE, POST])
+@pytest.mark.parametrize("layout", [SEPARATE, QKVLayout.THD_THD_THD])
+def test_each_gradient_has_the_dtype_of_its_input(kind: AttnBiasType, layout: QKVLayout) -> None:
+    moving = {name: value.astype(jnp.bfloat16) for name, value in inputs(LEARNABLE, (1, H, S, T)).items()} | {"offset": OFFSET}
+
+    def gradients(moving: dict[str, jax.Array], descriptor: SequenceDescriptor) -> Any:
+        def call(moving: dict[str, jax.Array]) -> jax.Array:
+            qkv, options = tuple(moving[name] for name in ("q", "k", "v")), (kind, MASK.PADDING_MASK, layout, LEARNABLE, SCALE, 0.0, True)
+            return fused_attn(qkv, moving["bias"], descriptor, None, *options, softmax_offset=moving["offset"])
+
+        out, pullback = jax.vjp(call, moving)
+        return out, pullback(out)[0]
+
+    out, found = jax.eval_shape(gradients, moving, SequenceDescriptor.from_seqlens(LENGTHS))
+    assert out.dtype == jnp.bfloat16 and out.shape == (B, S, H, V)
+    assert {name: (leaf.dtype, leaf.shape) for name, leaf in found.items()} == {
+        name: (leaf.dtype, leaf.shape) for name, leaf in moving.items()
+    }
+
+
 def test_slopes_of_any_head_count() -> None:
     assert alibi_slopes(8).tolist() == [2.0**-n for n in range(1, 9)]
     np.testing.assert_allclose(alibi_slopes(3), [2.0**-4, 2.0**-8, 2.0**-2])
@@ -249,6 +270,7 @@ BAD: list[tuple[dict[str, Any], type[Exception], str]] = [
     ({"qkv_layout": QKVLayout.BSHD_BS2HD}, ValueError, r"BSHD_BS2HD needs \[B, S, H, D\] and \[B, T, 2, K, D\]"),
     ({"qkv": (Q, KEY[:1], VALUE[:1])}, ValueError, "must share the batch and the head dim"),
     ({"context_parallel_axis": "context"}, ValueError, "the sequence cannot be sharded"),
+    ({"max_segments_per_seq": 0}, ValueError, "max_segments_per_seq must be at least 1; got 0"),
     ({"dropout_probability": 0.5}, ValueError, "dropout_p > 0 needs dropout_seed"),
     ({"qkv": (Q[:, :, :3], KEY, VALUE)}, ValueError, "multiple of kv heads"),
 ]

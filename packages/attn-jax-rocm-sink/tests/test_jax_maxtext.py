@@ -13,7 +13,7 @@ from attn_jax_rocm_sink import MaxTextAttention, attention
 from attn_spec._errors import ContractViolation
 from attn_spec.testing.asserts import assert_bytes, assert_close, assert_zero
 from jax_calls import bits
-from plain_attention import plain_attention
+from jax_plain_attention import plain_attention
 
 H, K, D, WINDOW = 64, 8, 64, 128
 S = 136

@@ -1,4 +1,7 @@
 // DS: the workgroup's local memory, and the lane permutations that run in its hardware.
+#include <algorithm>
+
+#include "lds.h"
 #include "scalar.h"
 
 namespace amd {
@@ -6,33 +9,57 @@ namespace {
 
 std::string bytes_at(uint32_t address, uint32_t bytes) { return std::to_string(bytes) + " bytes of LDS at " + std::to_string(address); }
 
-// Two waves meet at 4 bytes of LDS between two barriers, and at least one of them writes: the result would depend on their order.
-void check_order(Wave& w, const Instruction& in, uint32_t address, uint32_t bytes, bool writes) {
-  Workgroup& group = *w.group;
-  const uint16_t self = 1 + w.id;
-  const uint64_t bit = uint64_t{1} << w.id;
+[[noreturn]] void race(const Wave& w, const Instruction& in, const char* does, uint32_t address, uint32_t bytes, const char* did) {
+  fail(in,
+       "race: wave " + std::to_string(w.id) + does + bytes_at(address, bytes) + " that another wave " + did + ", with no barrier between");
+}
+
+// Calls `visit` with the record of each 4 bytes of an access, and which of them it touches.
+template <typename F>
+void each_record(Wave& w, uint32_t address, uint32_t bytes, F visit) {
   for (uint32_t word = address / 4; word <= (address + bytes - 1) / 4; ++word) {
-    auto& access = group.accesses[word];
-    if (access.phase != group.phase) access = {group.phase, 0, 0};
-    if (access.writer != 0 && access.writer != self)
-      fail(in, "race: wave " + std::to_string(w.id) + (writes ? " writes " : " reads ") + bytes_at(address, bytes) + " that wave " +
-                   std::to_string(access.writer - 1) + " wrote, with no barrier between");
-    if (writes && (access.readers & ~bit) != 0)
-      fail(in, "race: wave " + std::to_string(w.id) + " writes " + bytes_at(address, bytes) +
-                   " that another wave read, with no barrier between");
-    if (writes)
-      access.writer = self;
-    else
-      access.readers |= bit;
+    auto& access = w.group->accesses[word];
+    if (access.phase != w.group->phase) access = {w.group->phase, 0, 0, 0, 0};
+    const int first = static_cast<int>(address) - static_cast<int>(4 * word), end = first + static_cast<int>(bytes);
+    visit(access, static_cast<uint8_t>((0xF << std::max(first, 0)) & (0xF >> std::max(4 - end, 0))));
   }
 }
 
-uint8_t* place(Wave& w, const Instruction& in, uint32_t address, uint32_t bytes, bool writes) {
+void bounds(const Wave& w, const Instruction& in, uint32_t address, uint32_t bytes) {
   const uint64_t size = w.group->lds.size();
   if (uint64_t{address} + bytes > size) fail(in, bytes_at(address, bytes) + " of " + std::to_string(size));
-  check_order(w, in, address, bytes, writes);
-  return w.group->lds.data() + address;
 }
+
+}  // namespace
+
+// What two waves do to the same bytes between two barriers must not depend on their order: a wave may read only what no other wave wrote or
+// what it wrote as well, and may write over another's access only the value that is there already, as waves do that hold copies of a value.
+void read_lds(Wave& w, const Instruction& in, uint32_t address, void* to, uint32_t bytes) {
+  bounds(w, in, address, bytes);
+  const auto self = static_cast<uint16_t>(1u << w.id);
+  each_record(w, address, bytes, [&](auto& access, uint8_t touched) {
+    if ((access.written & touched) && !(access.writers & self)) race(w, in, " reads ", address, bytes, "wrote");
+    access.readers |= self;
+    access.read |= touched;
+  });
+  memcpy(to, w.group->lds.data() + address, bytes);
+}
+
+void write_lds(Wave& w, const Instruction& in, uint32_t address, const void* from, uint32_t bytes) {
+  bounds(w, in, address, bytes);
+  uint8_t* to = w.group->lds.data() + address;
+  const bool changes = memcmp(to, from, bytes) != 0;
+  const auto self = static_cast<uint16_t>(1u << w.id);
+  each_record(w, address, bytes, [&](auto& access, uint8_t touched) {
+    if (changes && (access.written & touched) && (access.writers & ~self)) race(w, in, " writes ", address, bytes, "wrote otherwise");
+    if (changes && (access.read & touched) && (access.readers & ~self)) race(w, in, " writes ", address, bytes, "read");
+    access.writers |= self;
+    access.written |= touched;
+  });
+  memcpy(to, from, bytes);
+}
+
+namespace {
 
 // `words` registers a lane, or a part of one where `bytes` is less than 4.
 template <int words, int bytes, bool is_signed>
@@ -42,7 +69,7 @@ void load(Wave& w, const Instruction& in) {
   for (int lane = 0; lane < kLanes; ++lane) {
     if (!(exec >> lane & 1)) continue;
     uint32_t data[4] = {0, 0, 0, 0};
-    memcpy(data, place(w, in, addresses[lane] + in.offset, words * bytes, false), words * bytes);
+    read_lds(w, in, addresses[lane] + in.offset, data, words * bytes);
     if (is_signed) data[0] = bytes == 1 ? static_cast<int8_t>(data[0]) : static_cast<int16_t>(data[0]);
     for (int i = 0; i < words; ++i) w.v[in.operand[0].number + i][lane] = data[i];
   }
@@ -56,7 +83,7 @@ void store(Wave& w, const Instruction& in) {
     if (!(exec >> lane & 1)) continue;
     uint32_t data[4];
     for (int i = 0; i < words; ++i) data[i] = w.v[in.operand[1].number + i][lane] >> shift;
-    memcpy(place(w, in, addresses[lane] + in.offset, words * bytes, true), data, words * bytes);
+    write_lds(w, in, addresses[lane] + in.offset, data, words * bytes);
   }
 }
 
@@ -69,8 +96,8 @@ void load_two(Wave& w, const Instruction& in) {
     if (!(exec >> lane & 1)) continue;
     uint32_t data[2][2];
     const uint32_t address = addresses[lane];
-    memcpy(data[0], place(w, in, address + in.offset * stride, 4 * words, false), 4 * words);
-    memcpy(data[1], place(w, in, address + in.offset2 * stride, 4 * words, false), 4 * words);
+    read_lds(w, in, address + in.offset * stride, data[0], 4 * words);
+    read_lds(w, in, address + in.offset2 * stride, data[1], 4 * words);
     for (int i = 0; i < 2 * words; ++i) w.v[in.operand[0].number + i][lane] = data[i / words][i % words];
   }
 }
@@ -84,7 +111,7 @@ void store_two(Wave& w, const Instruction& in) {
     for (int half = 0; half < 2; ++half) {
       uint32_t data[2];
       for (int i = 0; i < words; ++i) data[i] = w.v[in.operand[1 + half].number + i][lane];
-      memcpy(place(w, in, addresses[lane] + (half ? in.offset2 : in.offset) * stride, 4 * words, true), data, 4 * words);
+      write_lds(w, in, addresses[lane] + (half ? in.offset2 : in.offset) * stride, data, 4 * words);
     }
   }
 }

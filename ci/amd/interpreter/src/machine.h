@@ -150,11 +150,11 @@ struct Wave {
 // What a workgroup shares.
 struct Workgroup {
   std::vector<uint8_t> lds;
-  // Of each 4 bytes of LDS since the last barrier: 1 + the wave that wrote them, and the waves that read them, a bit each.
+  // Of each 4 bytes of LDS since the last barrier: the waves that wrote and read them, and which of the bytes; a bit each.
   struct Access {
     uint32_t phase = 0;
-    uint16_t writer = 0;
-    uint64_t readers = 0;
+    uint16_t writers = 0, readers = 0;
+    uint8_t written = 0, read = 0;
   };
   std::vector<Access> accesses;
   uint32_t phase = 1;

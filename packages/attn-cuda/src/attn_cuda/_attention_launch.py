@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from types import ModuleType
 from typing import Any
 
@@ -10,12 +11,14 @@ from attn_spec import UnsupportedProblem
 from attn_spec.torch import AttentionInputs
 from torch import Tensor
 
-from attn_cuda._arrays import address, array, dtype_code, module_for, place
+from attn_cuda._arrays import address, array, dtype_codes, module_for, place
 
 __all__ = ["MAX_HEAD_DIM", "AttentionKernels"]
 
 MAX_HEAD_DIM = 256
 """Largest head dim of q, k and v that the kernels hold."""
+_NULL = (0, 0, 0)
+_POINTERS = 10
 
 
 class AttentionKernels:
@@ -26,24 +29,19 @@ class AttentionKernels:
 
     def attention_forward(self, inputs: AttentionInputs, out_dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         """out (layout of q, V columns, ``out_dtype``), LSE, row max and row sum (float32, ``inputs.row_shape``)."""
-        module = _module(inputs)
-        out, lse = _results(inputs, out_dtype)
-        row_max, row_sum = torch.empty_like(lse), torch.empty_like(lse)
-        _forward(module, inputs, out, lse, (row_max, row_sum))
+        out, lse, row_max, row_sum = _forward(inputs, out_dtype, 3)
         return out, lse, row_max, row_sum
 
-    def attention_inference(self, inputs: AttentionInputs, out_dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-        """out and LSE; the row state goes to the workspace, since allocations are a large part of a small call."""
-        module = _module(inputs)
-        out, lse = _results(inputs, out_dtype)
-        _forward(module, inputs, out, lse, None)
-        return out, lse
+    def attention_inference(self, inputs: AttentionInputs, out_dtype: torch.dtype, wants_lse: bool) -> tuple[Tensor, ...]:
+        """out and, where it is wanted, LSE."""
+        return _forward(inputs, out_dtype, 1 if wants_lse else 0)
 
     def attention_backward(
         self, inputs: AttentionInputs, dout: Tensor, dlse: Tensor | None, row_max: Tensor, row_sum: Tensor, needs: frozenset[str]
     ) -> dict[str, Tensor]:
         """Gradients of the names in ``needs`` (q, k, v, sinks, bias), each with the shape and dtype of its input."""
-        module = _module(inputs, dout, dlse, row_max, row_sum)
+        options = _options(inputs)
+        module = _module(inputs, (*options.values(), dout, dlse, row_max, row_sum))
         _check_rows(inputs, dout, dlse, row_max, row_sum)
         tensors = {"q": inputs.q, "k": inputs.k, "v": inputs.v, "sinks": inputs.sinks, "bias": inputs.bias}
         found = {
@@ -52,52 +50,41 @@ class AttentionKernels:
             if tensor is not None and name in needs
         }
         if any(gradient.numel() for gradient in found.values()):
-            problem, kept = _problem(module, inputs)
+            codes = dtype_codes(module)
+            problem, kept = _problem(codes, inputs, options)
             device, stream = place(inputs.q)
             rows = [None if row is None else row.to(torch.float32).contiguous() for row in (dlse, row_max, row_sum)]
             pointers = (*map(address, rows), *(address(found.get(name)) for name in tensors))
-            gradients = (*array(module, dout), *pointers, *(found["bias"].shape if "bias" in found else (1, 1, 1, 1)))
-            workspace = _workspace(inputs.q, module.attention_backward_workspace(device, problem, gradients))
-            module.attention_backward(device, stream, problem, gradients, address(workspace))
+            gradients = (array(codes, dout), *pointers, *(found["bias"].shape if "bias" in found else (1, 1, 1, 1)))
+            workspace = _workspace(inputs.q, module.attention_backward_workspace(device, problem, inputs.scale, gradients))
+            module.attention_backward(device, stream, problem, inputs.scale, gradients, address(workspace))
             del kept, rows, workspace
         return found
 
 
-def _results(inputs: AttentionInputs, out_dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    q = inputs.q
-    out = q.new_empty((*q.shape[:-1], inputs.v.shape[-1]), dtype=out_dtype)
-    return out, q.new_empty(inputs.row_shape, dtype=torch.float32)
+def _forward(inputs: AttentionInputs, out_dtype: torch.dtype, count: int) -> tuple[Tensor, ...]:
+    """out and the first ``count`` of LSE, row max and row sum. The kernels keep the others in the workspace: allocations are a large part
+    of a small call."""
+    options = _options(inputs)
+    module = _module(inputs, options.values())
+    q, scale = inputs.q, inputs.scale
+    *outer, _ = q.shape
+    out = q.new_empty((*outer, inputs.v.shape[-1]), dtype=out_dtype)
+    rows = [q.new_empty(inputs.row_shape, dtype=torch.float32) for _ in range(count)]
+    if 0 not in outer:
+        codes = dtype_codes(module)
+        problem, kept = _problem(codes, inputs, options)
+        device, stream = place(q)
+        workspace = q.new_empty(module.attention_forward_workspace(device, problem, scale), dtype=torch.uint8)
+        results = (out.data_ptr(), codes[out_dtype], *[row.data_ptr() for row in rows], *_NULL[count:])
+        module.attention_forward(device, stream, problem, scale, results, workspace.data_ptr())
+        del kept, workspace
+    return out, *rows
 
 
-def _forward(module: ModuleType, inputs: AttentionInputs, out: Tensor, lse: Tensor, states: tuple[Tensor, Tensor] | None) -> None:
-    """Enqueue the kernels; ``states`` are row max and row sum, or None to forget them."""
-    if not lse.numel():
-        return
-    problem, kept = _problem(module, inputs)
-    device, stream = place(out)
-    size = module.attention_forward_workspace(device, problem)
-    workspace: Tensor | None
-    if states is None:
-        size, row = _aligned(size), _aligned(4 * lse.numel())
-        workspace = out.new_empty(size + 2 * row, dtype=torch.uint8)
-        row_max = workspace.data_ptr() + size
-        addresses = row_max, row_max + row
-    else:
-        workspace = _workspace(out, size)
-        addresses = states[0].data_ptr(), states[1].data_ptr()
-    results = (out.data_ptr(), dtype_code(module, out.dtype), lse.data_ptr(), *addresses)
-    module.attention_forward(device, stream, problem, results, address(workspace))
-    del kept, workspace
-
-
-def _aligned(size: int) -> int:
-    """Bytes up to the next multiple of 256, the alignment of an allocation."""
-    return (size + 255) // 256 * 256
-
-
-def _module(inputs: AttentionInputs, *others: Tensor | None) -> ModuleType:
+def _module(inputs: AttentionInputs, others: Iterable[Tensor | None]) -> ModuleType:
     """The compiled module, once the inputs are known to be ones that it runs."""
-    module = module_for(inputs.q, inputs.k, inputs.v, inputs.bias, *_options(inputs), *others)
+    module = module_for(inputs.q, inputs.k, inputs.v, inputs.bias, *others)
     reasons = []
     if inputs.dropout_seed is not None or inputs.dropout_p > 0.0:
         reasons.append("dropout (not supported)")
@@ -118,9 +105,9 @@ def _check_rows(inputs: AttentionInputs, dout: Tensor, dlse: Tensor | None, row_
             raise ValueError(f"attention_backward: {name} must have shape {list(inputs.row_shape)}; got {list(row.shape)}")
 
 
-def _options(inputs: AttentionInputs) -> tuple[Tensor | None, ...]:
-    """The tensors that the kernels read as contiguous ones, in the order of the C interface."""
-    return (
+def _options(inputs: AttentionInputs) -> dict[int, Tensor]:
+    """The tensors that the kernels read as contiguous ones, by their place in the C interface."""
+    places = (
         inputs.query_mask,
         inputs.key_mask,
         inputs.kv_lengths,
@@ -132,32 +119,20 @@ def _options(inputs: AttentionInputs) -> tuple[Tensor | None, ...]:
         inputs.seqlens_k,
         inputs.sinks,
     )
+    return {place: tensor for place, tensor in enumerate(places) if tensor is not None}
 
 
-def _problem(module: ModuleType, inputs: AttentionInputs) -> tuple[Any, list[Tensor | None]]:
-    """The problem as the C interface takes it, and the tensors that it points to until the kernels are enqueued."""
-    q, k, v, bias = inputs.q, inputs.k, inputs.v, inputs.bias
-    if inputs.cu_seqlens_q is not None:
-        (queries, heads, head_dim), (keys, kv_heads) = q.shape, k.shape[:2]
-        batch = inputs.cu_seqlens_q.numel() - 1
-    else:
-        (batch, heads, queries, head_dim), (kv_heads, keys) = q.shape, k.shape[1:3]
-    kept = [None if tensor is None else tensor.contiguous() for tensor in _options(inputs)]
-    kept.append(bias)
-    values = (
-        *(batch, heads, kv_heads, queries, keys, head_dim, v.shape[-1]),
-        *array(module, q),
-        *array(module, k),
-        *array(module, v),
-        *[0 if tensor is None else tensor.data_ptr() for tensor in kept],
-        *((0, 0, 0, 0) if bias is None else _bias_strides(bias)),
-        *(inputs.causal, inputs.window_left, inputs.window_right),
-    )
-    return module.attention(values, inputs.scale), kept
-
-
-def _bias_strides(bias: Tensor) -> tuple[int, ...]:
-    return tuple(0 if size == 1 else stride for size, stride in zip(bias.shape, bias.stride(), strict=True))
+def _problem(codes: dict[torch.dtype, int], inputs: AttentionInputs, options: dict[int, Tensor]) -> tuple[tuple[Any, ...], list[Tensor]]:
+    """The problem as the extension takes it, and the tensors that it points to until the kernels are enqueued."""
+    q, bias, segments = inputs.q, inputs.bias, inputs.cu_seqlens_q
+    kept, pointers = [], [0] * _POINTERS
+    for where, tensor in options.items():
+        kept.append(tensor.contiguous())
+        pointers[where] = kept[-1].data_ptr()
+    arrays = array(codes, q), array(codes, inputs.k), array(codes, inputs.v)
+    shift = None if bias is None else array(codes, bias)
+    batch = q.shape[0] if segments is None else segments.numel() - 1
+    return (batch, *arrays, tuple(pointers), shift, inputs.causal, inputs.window_left, inputs.window_right), kept
 
 
 def _workspace(like: Tensor, size: int) -> Tensor | None:

@@ -7,7 +7,7 @@ from types import ModuleType
 import torch
 from torch import Tensor
 
-from attn_cuda._arrays import array, dtype_code, module_for, place
+from attn_cuda._arrays import array, dtype_codes, module_for, place
 
 __all__ = ["ProductKernels"]
 
@@ -39,30 +39,29 @@ class ProductKernels:
 def _over_width(rows: Tensor, keys: Tensor, scale: float, out_dtype: torch.dtype) -> Tensor:
     """rows [B, H, S, W], keys [B, K, T, W] -> [B, H, S, T]."""
     module = module_for(rows, keys)
-    (batch, heads, queries, width), (kv_heads, count) = rows.shape, keys.shape[1:3]
+    (batch, heads, queries, _), (_, kv_heads, count, _) = rows.shape, keys.shape
     out = rows.new_empty((batch, heads, queries, count), dtype=out_dtype)
-    return _run(module, module.OVER_WIDTH, (batch, heads, kv_heads, queries, count, width), scale, (rows, keys), out)
+    return _run(module, module.OVER_WIDTH, kv_heads, scale, rows, keys, out)
 
 
 def _over_keys(weights: Tensor, keys: Tensor, scale: float, out_dtype: torch.dtype) -> Tensor:
     """weights [B, H, S, T], keys [B, K, T, W] -> [B, H, S, W]."""
     module = module_for(weights, keys)
-    (batch, heads, queries, count), (kv_heads, width) = weights.shape, (keys.shape[1], keys.shape[3])
+    (batch, heads, queries, _), (_, kv_heads, _, width) = weights.shape, keys.shape
     out = weights.new_empty((batch, heads, queries, width), dtype=out_dtype)
-    return _run(module, module.OVER_KEYS, (batch, heads, kv_heads, queries, count, width), scale, (weights, keys), out)
+    return _run(module, module.OVER_KEYS, kv_heads, scale, weights, keys, out)
 
 
 def _over_queries(weights: Tensor, rows: Tensor, like: Tensor, scale: float) -> Tensor:
     """weights [B, H, S, T], rows [B, H, S, W] -> a gradient of ``like`` [B, K, T, W]."""
     module = module_for(weights, rows, like)
-    batch, heads, queries, count = weights.shape
     out = torch.empty(like.shape, dtype=like.dtype, device=like.device)
-    return _run(module, module.OVER_QUERIES, (batch, heads, like.shape[1], queries, count, like.shape[3]), scale, (weights, rows), out)
+    return _run(module, module.OVER_QUERIES, like.shape[1], scale, weights, rows, out)
 
 
-def _run(module: ModuleType, kind: int, sizes: tuple[int, ...], scale: float, operands: tuple[Tensor, Tensor], out: Tensor) -> Tensor:
-    if 0 not in out.shape:
+def _run(module: ModuleType, kind: int, kv_heads: int, scale: float, left: Tensor, right: Tensor, out: Tensor) -> Tensor:
+    if out.numel():
+        codes = dtype_codes(module)
         device, stream = place(out)
-        operands_and_out = *array(module, operands[0]), *array(module, operands[1]), out.data_ptr(), dtype_code(module, out.dtype)
-        module.product(device, stream, (kind, *sizes, *operands_and_out), scale)
+        module.product(device, stream, (kind, kv_heads, array(codes, left), array(codes, right), array(codes, out)), scale)
     return out

@@ -8,7 +8,7 @@ from types import ModuleType
 import torch
 from torch import Tensor
 
-from attn_cuda._arrays import dtype_code, module_for, place
+from attn_cuda._arrays import dtype_codes, module_for, place
 
 __all__ = ["SoftmaxKernels"]
 
@@ -30,7 +30,12 @@ class SoftmaxKernels:
 
     def softmax_forward(self, scores: Tensor, mask: Tensor | None, out_dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:
         """scores [..., T], mask bool [B, T] or None -> probs of ``out_dtype``, row max and row sum (float32, scores.shape[:-1])."""
-        return self._forward("softmax_forward", scores, mask, out_dtype)
+        probs, row_max, row_sum = _forward("softmax_forward", scores, mask, out_dtype, True)
+        return probs, row_max, row_sum
+
+    def softmax_inference(self, scores: Tensor, mask: Tensor | None, out_dtype: torch.dtype) -> Tensor:
+        """The probabilities of ``softmax_forward`` alone."""
+        return _forward("softmax_forward", scores, mask, out_dtype, False)[0]
 
     def softmax_backward(self, dprobs: Tensor, scores: Tensor, mask: Tensor | None, row_max: Tensor, row_sum: Tensor) -> Tensor:
         """dprobs (any float dtype) -> dscores in the dtype of scores."""
@@ -38,36 +43,16 @@ class SoftmaxKernels:
 
     def softmax_v2_forward(self, scores: Tensor, mask: Tensor | None, out_dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:
         """``softmax_forward`` of contract ordered-v2."""
-        return self._forward("softmax_v2_forward", scores, mask, out_dtype)
+        probs, row_max, row_sum = _forward("softmax_v2_forward", scores, mask, out_dtype, True)
+        return probs, row_max, row_sum
+
+    def softmax_v2_inference(self, scores: Tensor, mask: Tensor | None, out_dtype: torch.dtype) -> Tensor:
+        """The probabilities of ``softmax_v2_forward`` alone."""
+        return _forward("softmax_v2_forward", scores, mask, out_dtype, False)[0]
 
     def softmax_v2_backward(self, dprobs: Tensor, scores: Tensor, mask: Tensor | None, row_max: Tensor, row_sum: Tensor) -> Tensor:
         """``softmax_backward`` of contract ordered-v2."""
         return self._backward("softmax_v2_backward", dprobs, scores, mask, row_max, row_sum)
-
-    def _forward(self, kernel: str, scores: Tensor, mask: Tensor | None, out_dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:
-        module = _module(scores, mask)
-        stored = out_dtype if out_dtype in (scores.dtype, torch.float32) else torch.float32
-        probs = scores.new_empty(scores.shape, dtype=stored)
-        row_max = scores.new_empty(scores.shape[:-1], dtype=torch.float32)
-        row_sum = torch.empty_like(row_max)
-        if probs.numel():
-            sizes, (rows,), kept = _rows(module, scores)
-            device, stream = place(scores)
-            keys, keep_alive = _compact(module, scores, mask, device, stream)
-            getattr(module, kernel)(
-                device,
-                stream,
-                sizes,
-                scores.shape[-1],
-                rows,
-                keys,
-                probs.data_ptr(),
-                dtype_code(module, stored),
-                row_max.data_ptr(),
-                row_sum.data_ptr(),
-            )
-            del kept, keep_alive
-        return probs if stored == out_dtype else probs.to(out_dtype), row_max, row_sum
 
     def _backward(self, kernel: str, dprobs: Tensor, scores: Tensor, mask: Tensor | None, row_max: Tensor, row_sum: Tensor) -> Tensor:
         module = _module(scores, mask, dprobs, row_max, row_sum)
@@ -102,12 +87,29 @@ class SoftmaxKernels:
         return dscores
 
 
+def _forward(kernel: str, scores: Tensor, mask: Tensor | None, out_dtype: torch.dtype, keeps_state: bool) -> tuple[Tensor, ...]:
+    """probs and, if it is kept, the state of the rows."""
+    module = _module(scores, mask)
+    stored = out_dtype if out_dtype in (scores.dtype, torch.float32) else torch.float32
+    probs = scores.new_empty(scores.shape, dtype=stored)
+    state = [scores.new_empty(scores.shape[:-1], dtype=torch.float32) for _ in range(2 if keeps_state else 0)]
+    if probs.numel():
+        sizes, (rows,), kept = _rows(module, scores)
+        device, stream = place(scores)
+        keys, keep_alive = _compact(module, scores, mask, device, stream)
+        row_max, row_sum = (part.data_ptr() for part in state) if keeps_state else (0, 0)
+        code = dtype_codes(module)[stored]
+        getattr(module, kernel)(device, stream, sizes, scores.shape[-1], rows, keys, probs.data_ptr(), code, row_max, row_sum)
+        del kept, keep_alive
+    return probs if stored == out_dtype else probs.to(out_dtype), *state
+
+
 def _module(scores: Tensor, mask: Tensor | None, *others: Tensor) -> ModuleType:
     """The compiled module, once the operator's own arguments are known to be ones that it can address."""
     module = module_for(scores, mask, *others)
     if scores.ndim < 1 or not 1 <= scores.shape[-1] < 2**31:
         raise ValueError(f"attn_cuda: scores must be [..., T] with 1 <= T < 2**31; got shape {list(scores.shape)}")
-    dtype_code(module, scores.dtype)
+    dtype_codes(module)[scores.dtype]
     if mask is not None and (scores.ndim < 2 or mask.dtype != torch.bool or mask.shape != (scores.shape[0], scores.shape[-1])):
         raise ValueError(f"attn_cuda: mask must be bool [B, T] of scores {list(scores.shape)}; got {mask.dtype} {list(mask.shape)}")
     return module
@@ -116,8 +118,12 @@ def _module(scores: Tensor, mask: Tensor | None, *others: Tensor) -> ModuleType:
 def _rows(module: ModuleType, *tensors: Tensor) -> tuple[Sizes, list[Rows], list[Tensor]]:
     """Sizes of the outer axes, tensors of one shape over them, and what holds them until the kernel is enqueued: copies where the last
     axis is not contiguous or the strides do not collapse to three."""
-    shape = tensors[0].shape
-    kept = [tensor if tensor.stride(-1) == 1 or shape[-1] == 1 else tensor.contiguous() for tensor in tensors]
+    shape, codes = tensors[0].shape, dtype_codes(module)
+    keys = shape[-1]
+    if all(tensor.is_contiguous() for tensor in tensors):
+        sizes, step = (1, 1, tensors[0].numel() // keys), (0, 0, keys)
+        return sizes, [(tensor.data_ptr(), codes[tensor.dtype], step) for tensor in tensors], list(tensors)
+    kept = [tensor if tensor.stride(-1) == 1 or keys == 1 else tensor.contiguous() for tensor in tensors]
     axes = _collapsed(shape, kept)
     if len(axes) > _AXES:
         kept = [tensor.contiguous() for tensor in kept]
@@ -125,13 +131,11 @@ def _rows(module: ModuleType, *tensors: Tensor) -> tuple[Sizes, list[Rows], list
     axes = [(1, (0,) * len(kept))] * (_AXES - len(axes)) + axes
     sizes = axes[0][0], axes[1][0], axes[2][0]
     steps = zip(axes[0][1], axes[1][1], axes[2][1], strict=True)
-    return sizes, [(tensor.data_ptr(), dtype_code(module, tensor.dtype), step) for tensor, step in zip(kept, steps, strict=True)], kept
+    return sizes, [(tensor.data_ptr(), codes[tensor.dtype], step) for tensor, step in zip(kept, steps, strict=True)], kept
 
 
 def _collapsed(shape: torch.Size, tensors: list[Tensor]) -> list[Axis]:
     """The outer axes after merging neighbours that every tensor steps through evenly; axes of size 1 are dropped."""
-    if all(tensor.is_contiguous() for tensor in tensors):
-        return [(math.prod(shape[:-1]), (shape[-1],) * len(tensors))]
     merged: list[Axis] = []
     for axis, size in enumerate(shape[:-1]):
         if size == 1:

@@ -50,7 +50,7 @@ attn_cuda_attention problem_of(const Config& config, const Tensors& tensors) {
   if (has_sinks(config)) problem.sinks = tensors.sinks;
   if (has_bias(config)) {
     const Strides strides = bias_strides(config);
-    problem.bias = tensors.bias;
+    problem.bias = static_cast<const float*>(tensors.bias);
     problem.bias_strides[0] = strides.batch;
     problem.bias_strides[1] = strides.head;
     problem.bias_strides[2] = strides.row;
@@ -109,11 +109,9 @@ void require_aligned(const Config& config, Pass pass, const Tensors& tensors, co
 bool is_empty(const Config& config, Pass pass) {
   if (pass == Pass::forward) return rows_of(config) == 0;
   const int64_t outer = outer_of(config), keys = outer * config.kv_heads * config.keys;
-  int64_t bias = has_bias(config) ? 1 : 0;
-  for (const int64_t size : config.bias_shape) bias *= size;
   return !((wants(config, kDq) && rows_of(config) * config.head_dim > 0) || (wants(config, kDk) && keys * config.head_dim > 0) ||
            (wants(config, kDv) && keys * config.value_dim > 0) || (wants(config, kDsinks) && config.heads > 0) ||
-           (wants(config, kDbias) && bias > 0));
+           (wants(config, kDbias) && bias_count(config) > 0));
 }
 
 }  // namespace
@@ -140,6 +138,7 @@ std::string CudaEngine::refuse(const Config& config, Pass) const {
   reasons.add(longest > kMostSize, "length " + std::to_string(longest) + " (supported: up to " + std::to_string(kMostSize) + ")");
   reasons.add(config.alignment == Alignment::top_left, "top-left alignment without q_start (supported: q_start)");
   reasons.add(config.packed != 0 && has_bias(config), "a bias of packed input");
+  reasons.add(has_bias(config) && config.bias_dtype != DType::float32, "a bias that is not float32");
   return reasons.text();
 }
 

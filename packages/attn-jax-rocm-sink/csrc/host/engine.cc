@@ -40,7 +40,7 @@ host::AttentionProblem problem_of(const Config& config, const Tensors& tensors) 
   problem.seqlens_k = tensors.seqlens_k;
   problem.sinks = has_sinks(config) ? tensors.sinks : nullptr;
   if (has_bias(config)) {
-    problem.bias = tensors.bias;
+    problem.bias = static_cast<const float*>(tensors.bias);
     problem.bias_strides = strides_of(bias_strides(config));
   }
   problem.causal = config.causal != 0;

@@ -12,7 +12,7 @@
 namespace attn::engine {
 
 // Where the buffers lie. Small operands in host memory may have other types and are converted here; a device has no such step, and takes
-// float32, and int64 or pairs of int32 (low word first), since JAX has no int64 without its 64-bit mode.
+// float32 (the bias in `bias_dtype`), and int64 or pairs of int32 (low word first), since JAX has no int64 without its 64-bit mode.
 enum class Memory { host, device };
 
 class Call {
@@ -76,18 +76,15 @@ class Call {
     if (is_any_of(name, {"cu_seqlens_q", "cu_seqlens_k"})) return config.batch + 1;
     if (name == "key_padding_mask") return config.batch * config.keys;
     if (name == "dropout_seed") return 4;
-    return bias_count();
+    return checked_bias_count();
   }
 
-  int64_t bias_count() const {
+  int64_t checked_bias_count() const {
     const int64_t full[4] = {config_.batch, config_.heads, config_.queries, config_.keys};
-    int64_t count = 1;
-    for (int axis = 0; axis < 4; ++axis) {
+    for (int axis = 0; axis < 4; ++axis)
       if (config_.bias_shape[axis] != 1 && config_.bias_shape[axis] != full[axis])
         throw InvalidCall("bias has a shape that does not fit the other operands");
-      count *= config_.bias_shape[axis];
-    }
-    return count;
+    return bias_count(config_);
   }
 
   void require_float(std::string_view name, const ffi::AnyBuffer& buffer, DType type) const {
@@ -105,7 +102,7 @@ class Call {
     if (name == "dropout_seed") require_type(name, buffer, ffi::U32);
     if (!is_any_of(name, {"sinks", "bias"})) return data_of(buffer);
     if (memory_ == Memory::device) {
-      require_type(name, buffer, ffi::F32);
+      require_float(name, buffer, name == "bias" ? config_.bias_dtype : DType::float32);
       return data_of(buffer);
     }
     wide_.emplace_back(name, buffer);

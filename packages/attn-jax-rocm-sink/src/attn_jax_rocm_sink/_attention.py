@@ -16,6 +16,7 @@ from attn_spec._validation import ArrayInfo, describe
 from attn_jax_rocm_sink import _xla
 from attn_jax_rocm_sink._arrays import are_seed_words, info, integers, is_integer, platform, seed_words
 from attn_jax_rocm_sink._engines import ENGINES, select
+from attn_jax_rocm_sink._ffi import HANDLERS
 from attn_jax_rocm_sink._vjp import Inputs, attention_with_lse
 
 __all__ = ["attention", "forward_fp32"]
@@ -116,13 +117,15 @@ def _run(arguments: dict[str, Any], out_dtype: str | None) -> Outputs:
     left, right = (-1 if side is None else int(side) for side in (arguments["window"] or (None, None)))
     scale = arguments["scale"]
     batch, keys = problem.batch, problem.keys
+    q_start = arguments["q_start"]
+    top_left = engine in HANDLERS and HANDLERS[engine].static_alignment and is_integer(q_start) and q_start == 0
     inputs = Inputs(
         q=jnp.asarray(arguments["q"]),
         k=jnp.asarray(arguments["k"]),
         v=jnp.asarray(arguments["v"]),
         key_padding_mask=_optional(arguments["key_padding_mask"]),
         kv_lengths=integers("kv_lengths", arguments["kv_lengths"], batch, 0, keys),
-        q_start=integers("q_start", arguments["q_start"], batch, -_INT32_MAX, _INT32_MAX),
+        q_start=integers("q_start", None if top_left else q_start, batch, -_INT32_MAX, _INT32_MAX),
         k_start=integers("k_start", arguments["k_start"], batch, 0, _INT32_MAX),
         sinks=_optional(arguments["sinks"]),
         bias=_optional(arguments["bias"]),
@@ -134,6 +137,7 @@ def _run(arguments: dict[str, Any], out_dtype: str | None) -> Outputs:
         dropout_p=float(arguments["dropout_p"]),
         out_dtype=out_dtype or problem.dtype,
         engine=engine,
+        top_left=top_left,
     )
     run = _xla.attention_with_lse if engine == _xla.NAME else attention_with_lse
     out, lse = run(inputs)
@@ -157,7 +161,7 @@ def _check(arguments: dict[str, Any]) -> tuple[Problem, str]:
         described["kv_lengths"] = _described_lengths(options.pop("kv_lengths"), described["q"], device)
     problem = describe("attention", described, options, contract=arguments["contract"])
     chosen = named or select(device)
-    reasons = _xla.reasons(arguments["contract"]) if chosen == _xla.NAME else _engine_reasons(problem, chosen)
+    reasons = _xla.reasons(arguments["contract"]) if chosen == _xla.NAME else _engine_reasons(problem, chosen, arguments["contract"])
     if reasons:
         from attn_spec._registry import runners
 
@@ -165,9 +169,9 @@ def _check(arguments: dict[str, Any]) -> tuple[Problem, str]:
     return problem, chosen
 
 
-def _engine_reasons(problem: Problem, name: str) -> tuple[str, ...]:
+def _engine_reasons(problem: Problem, name: str, contract: str | None) -> tuple[str, ...]:
     engine = ENGINES[name]
-    reasons = engine.capabilities.reasons(problem)
+    reasons = engine.reasons(problem, contract)
     if reasons:
         return reasons
     state = engine.unavailable()

@@ -36,7 +36,7 @@ class Config(ctypes.Structure):
     _fields_ = [
         *_words("batch heads kv_heads queries keys head_dim value_dim dtype out_dtype"),
         *[(name, Strides) for name in ("q", "k", "v", "out")],
-        *_words("softmax bias"),
+        *_words("softmax bias bias_dtype"),
         ("bias_shape", ctypes.c_int64 * 4),
         *_words("packed key_padding_mask kv_lengths k_start seqlens alignment causal window_left window_right dlse gradients device"),
         ("scale", ctypes.c_double),
@@ -69,6 +69,7 @@ def config_of(operands: Mapping[str, Any], results: Mapping[str, Any], attribute
     config.softmax = _SOFTMAX["learnable" if "sinks" in operands else "vanilla"]
     config.bias = _BIAS["elementwise" if "bias" in operands else "none"]
     if "bias" in operands:
+        config.bias_dtype = _DTYPES[operands["bias"].dtype.name]
         config.bias_shape = (ctypes.c_int64 * 4)(*operands["bias"].shape)
     for name in ("key_padding_mask", "kv_lengths", "k_start", "dlse"):
         setattr(config, name, int(name in operands))
@@ -92,11 +93,11 @@ def _dense(shape: tuple[int, ...]) -> Strides:
     return Strides(heads * rows * columns, rows * columns, columns, 1)
 
 
-def on_device(operands: Mapping[str, jax.Array]) -> dict[str, jax.Array]:
-    """Operands as an engine on a device takes them: float32, and int64 or pairs of int32 (low word first)."""
+def on_device(operands: Mapping[str, jax.Array], as_float32: Iterable[str]) -> dict[str, jax.Array]:
+    """Operands as an engine on a device takes them: those named as float32, and integers as int64 or pairs of int32 (low word first)."""
     found = dict(operands)
     for name, array in operands.items():
-        if name in ("sinks", "bias"):
+        if name in as_float32:
             found[name] = array.astype(np.float32)
         elif array.dtype == np.int32:
             found[name] = jax.numpy.stack([array, array >> 31], axis=-1)

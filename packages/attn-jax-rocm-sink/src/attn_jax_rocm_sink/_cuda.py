@@ -27,9 +27,18 @@ class Kernels:
     reason: str | None = None
 
 
-@cache
 def load() -> Kernels:
     """Find the compiled module of attn-cuda and hand its table to the cuda engine. Never raises: a failure becomes ``reason``."""
+    return _load()
+
+
+def unavailable() -> str | None:
+    """Why attention does not run on JAX's CUDA devices here, or None. Each device is probed once."""
+    return _unavailable()
+
+
+@cache
+def _load() -> Kernels:
     library = _ffi.load("cuda")
     if library.reason is not None or library.handle is None:
         return Kernels(reason=library.reason)
@@ -55,8 +64,7 @@ def bind(library: ctypes.CDLL, table: int) -> Kernels:
 
 
 @cache
-def unavailable() -> str | None:
-    """Why attention does not run on JAX's CUDA devices here, or None. Each device is probed once."""
+def _unavailable() -> str | None:
     found = load()
     if found.reason is not None:
         return found.reason

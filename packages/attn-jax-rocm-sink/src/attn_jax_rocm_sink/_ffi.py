@@ -12,6 +12,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from attn_spec import UnsupportedProblem
 from jaxlib import version as jaxlib_version
 
 import attn_jax_rocm_sink
@@ -30,7 +31,8 @@ class Handlers:
     """Where the handlers of an engine are: the library, the file that says why it was not built, and the platform of XLA that runs it.
 
     ``kept`` names the results of forward that backward needs besides its inputs; ``devices`` gives the indices of the devices that a
-    traced call may run on, where the workspace depends on the device. ``on_host`` engines convert small operands themselves.
+    traced call may run on, where the workspace depends on the device. ``on_host`` engines convert small operands themselves; the others get
+    those named in ``as_float32`` converted. ``static_alignment`` engines take no q_start, but know top-left from bottom-right alignment.
     """
 
     library: str
@@ -39,6 +41,8 @@ class Handlers:
     kept: tuple[str, ...]
     devices: Callable[[], tuple[int, ...]] = lambda: (0,)
     on_host: bool = False
+    as_float32: tuple[str, ...] = ("sinks", "bias")
+    static_alignment: bool = False
 
 
 def _cuda_devices() -> tuple[int, ...]:
@@ -48,6 +52,7 @@ def _cuda_devices() -> tuple[int, ...]:
 _ROW_STATE = ("row_max", "row_sum")
 HANDLERS: dict[str, Handlers] = {
     "host": Handlers("libattn_jax_rocm_sink.so", "missing.txt", "cpu", _ROW_STATE, on_host=True),
+    "ck": Handlers("libattn_jax_rocm_sink_ck.so", "missing-ck.txt", "ROCM", ("out", "lse"), as_float32=("sinks",), static_alignment=True),
     "cuda": Handlers("libattn_jax_rocm_sink.so", "missing.txt", "CUDA", _ROW_STATE, _cuda_devices),
     "hip": Handlers("libattn_jax_rocm_sink_hip.so", "missing-hip.txt", "ROCM", _ROW_STATE),
 }
@@ -101,16 +106,21 @@ def register(engine: str, path: Path, handle: ctypes.CDLL) -> Library:
     )
     if built.reason is None:
         for direction in (FORWARD, BACKWARD):
-            capsule = jax.ffi.pycapsule(getattr(handle, target(engine, direction)))
+            capsule = jax.ffi.pycapsule(getattr(handle, symbol(engine, direction)))
             jax.ffi.register_ffi_target(target(engine, direction), capsule, platform=HANDLERS[engine].platform)
         if engine == "host":
             jax.ffi.register_ffi_target(_ORDERED_SUM, jax.ffi.pycapsule(getattr(handle, _ORDERED_SUM)), platform="cpu")
     return built
 
 
+def symbol(engine: str, name: str) -> str:
+    """A handler or a question in the library of an engine."""
+    return f"attn_jax_rocm_sink_{engine}_{name}"
+
+
 def target(engine: str, direction: str) -> str:
-    """Name of a handler, for XLA and in its library."""
-    return f"attn_jax_rocm_sink_{engine}_{direction}"
+    """Name of a handler for XLA."""
+    return symbol(engine, direction)
 
 
 def too_old(built: str, running: str) -> str | None:
@@ -129,10 +139,13 @@ def supports(engine: str, direction: str, config: Config) -> str:
 
 
 def plan(engine: str, direction: str, config: Config) -> tuple[int, tuple[Part, ...]]:
-    """Bytes of the workspace and its parts. Raises ValueError for a configuration that the engine does not run."""
+    """Bytes of the workspace and its parts. Raises UnsupportedProblem for a configuration that the engine does not run."""
+    reasons = supports(engine, direction, config)
+    if reasons:
+        raise UnsupportedProblem(f"attn_jax_rocm_sink:{engine}", [f"{direction}: {reason}" for reason in reasons.split("; ")])
     text = _ask(engine, "plan", direction, config)
     if text.startswith("! "):
-        raise ValueError(f"attn_jax_rocm_sink: {text[2:]}")
+        raise RuntimeError(f"attn_jax_rocm_sink: {text[2:]}")
     *parts, total = text.splitlines()
     return int(total), tuple(Part(name, int(offset), int(size)) for name, offset, size in (part.split(" ") for part in parts))
 
@@ -155,13 +168,13 @@ def call(
     The workspace is one more result, of the size that the engine plans while the call is traced.
     """
     engine = attributes["engine"]
+    returned = dict(results)
+    if not HANDLERS[engine].on_host:
+        operands = on_device(operands, HANDLERS[engine].as_float32)
+        returned |= {name: jax.ShapeDtypeStruct(results[name].shape, jnp.float32) for name in ("dsinks", "dbias") if name in results}
     config = config_of(operands, results, {name: value for name, value in attributes.items() if name != "engine"})
     load(engine)
     workspace = workspace_bytes(engine, direction, config)
-    returned = dict(results)
-    if not HANDLERS[engine].on_host:
-        operands = on_device(operands)
-        returned |= {name: jax.ShapeDtypeStruct(results[name].shape, jnp.float32) for name in ("dsinks", "dbias") if name in results}
     returned["workspace"] = jax.ShapeDtypeStruct((workspace,), jnp.uint8)
     function = jax.ffi.ffi_call(target(engine, direction), list(returned.values()))
     names = {"operands": " ".join(operands), "results": " ".join(returned), "config": config.words()}
@@ -193,7 +206,7 @@ def _ask(engine: str, question: str, direction: str, config: Config) -> str:
     library = load(engine)
     if library.handle is None:
         raise RuntimeError(f"attn_jax_rocm_sink: engine {engine} is not usable: {library.reason}")
-    function = getattr(library.handle, target(engine, question))
+    function = getattr(library.handle, symbol(engine, question))
     function.restype = ctypes.c_char_p
     function.argtypes = [ctypes.c_int64, ctypes.c_void_p, ctypes.c_int64]
     words = np.ascontiguousarray(config.words())

@@ -74,6 +74,8 @@ def fused_attn(
         *_bias_reasons(bias, attn_bias_type, full),
         *_offset_reasons(softmax_offset, softmax_type, heads),
     ]
+    if max_segments_per_seq < 1:
+        reasons.append(f"max_segments_per_seq must be at least 1; got {max_segments_per_seq}")
     if context_parallel_axis:
         reasons.append(f"context_parallel_axis={context_parallel_axis!r}: the sequence cannot be sharded")
     if reasons:

@@ -23,7 +23,7 @@ RESIDUALS = "attn_jax_rocm_sink"
 
 _DIFFERENTIABLE = ("q", "k", "v", "sinks", "bias")
 _ARRAYS = ("q", "k", "v", "key_padding_mask", "kv_lengths", "q_start", "k_start", "sinks", "bias", "dropout_seed")
-_STATIC = ("causal", "scale", "window_left", "window_right", "dropout_p", "out_dtype", "engine")
+_STATIC = ("causal", "scale", "window_left", "window_right", "dropout_p", "out_dtype", "engine", "top_left")
 
 
 @partial(jax.tree_util.register_dataclass, data_fields=list(_ARRAYS), meta_fields=list(_STATIC))
@@ -33,7 +33,7 @@ class Inputs:
 
     q [B, H, S, D], k [B, K, T, D], v [B, K, T, V]; key_padding_mask bool [B, T]; kv_lengths, q_start, k_start int32 or int64 [B];
     sinks [H]; bias [B|1, H|1, S|1, T|1]; dropout_seed uint32 [2], low word first. ``window_left`` and ``window_right`` are -1
-    without a bound.
+    without a bound. ``top_left`` stands for a q_start of 0 where the engine takes no q_start.
     """
 
     q: jax.Array
@@ -53,6 +53,7 @@ class Inputs:
     dropout_p: float
     out_dtype: str
     engine: str
+    top_left: bool = False
 
     def operands(self) -> dict[str, jax.Array]:
         """The arrays that are present: the one place that decides it, for forward and backward alike."""
@@ -69,6 +70,7 @@ class Inputs:
             "window_right": self.window_right,
             "scale": self.scale,
             "dropout_p": self.dropout_p,
+            **({"alignment": 1} if self.top_left else {}),
         }
 
 

@@ -44,6 +44,11 @@ def attention_with_lse(inputs: Inputs) -> tuple[jax.Array, jax.Array]:
     Traced lengths are clamped into the arrays. A NaN or an infinity in a visible row of v, or in the cotangent of a row of out, makes
     the whole results that it enters NaN.
     """
+    return _results(inputs)
+
+
+@jax.jit
+def _results(inputs: Inputs) -> tuple[jax.Array, jax.Array]:
     row = _softmax(inputs)
     weights, terms = _dropped(inputs, row)
     v = inputs.v.astype(jnp.float32)
@@ -54,10 +59,11 @@ def attention_with_lse(inputs: Inputs) -> tuple[jax.Array, jax.Array]:
 
 
 def _forward(inputs: Inputs) -> tuple[tuple[jax.Array, jax.Array], Inputs]:
-    return attention_with_lse(inputs), inputs
+    return _results(inputs), inputs
 
 
-def _backward(inputs: Inputs, cotangents: tuple[jax.Array, jax.Array]) -> tuple[Inputs]:
+@jax.jit
+def _gradients(inputs: Inputs, cotangents: tuple[jax.Array, jax.Array]) -> Inputs:
     row = _softmax(inputs)
     weights, terms = _dropped(inputs, row)
     q, k, v = _grouped(inputs, inputs.q), inputs.k.astype(jnp.float32), inputs.v.astype(jnp.float32)
@@ -81,7 +87,11 @@ def _backward(inputs: Inputs, cotangents: tuple[jax.Array, jax.Array]) -> tuple[
     # None is a zero cotangent; integer and boolean operands have no other.
     arrays = [field.name for field in dataclasses.fields(inputs) if isinstance(getattr(inputs, field.name), (jax.Array, np.ndarray))]
     gradients: dict[str, Any] = {name: found[name].astype(getattr(inputs, name).dtype) if name in found else None for name in arrays}
-    return (dataclasses.replace(inputs, **gradients),)
+    return dataclasses.replace(inputs, **gradients)
+
+
+def _backward(inputs: Inputs, cotangents: tuple[jax.Array, jax.Array]) -> tuple[Inputs]:
+    return (_gradients(inputs, cotangents),)
 
 
 attention_with_lse.defvjp(_forward, _backward)

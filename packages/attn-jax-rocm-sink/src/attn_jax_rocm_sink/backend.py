@@ -25,7 +25,7 @@ class JaxBackend(Backend):
 
     name: ClassVar[str] = NAME
     framework: ClassVar[str] = "jax"
-    engines: ClassVar[tuple[str, ...]] = tuple(ENGINES)
+    engines: ClassVar[tuple[str, ...]] = tuple(name for name, engine in ENGINES.items() if engine.exact)
     priority: ClassVar[Mapping[str, int]] = {}
 
     def capabilities(self, engine: str | None = None) -> Capabilities:

@@ -2,6 +2,7 @@
 // device memory, and direct runs on named pointers.
 #include <cstring>
 
+#include "../../csrc/ck/engine.h"
 #include "../../csrc/cuda/engine.h"
 #include "../../csrc/host/engine.h"
 #include "../../csrc/xla/build.h"
@@ -22,9 +23,15 @@ const Engine& cuda_engine() {
   return engine;
 }
 
+const Engine& ck_engine() {
+  static const CkEngine engine;
+  return engine;
+}
+
 const Engine& engine_of(std::string_view name) {
   if (name == "host") return host_engine();
   if (name == "cuda") return cuda_engine();
+  if (name == "ck") return ck_engine();
   throw std::invalid_argument("no engine " + std::string(name));
 }
 
@@ -48,7 +55,9 @@ ffi::Error run_on_fake(ffi::RemainingArgs arguments, ffi::RemainingRets returns,
   XLA_FFI_DEFINE_HANDLER_SYMBOL(attn_jax_rocm_sink_##NAME##_backward, (::attn::engine::run_on_fake<GET, ::attn::engine::Pass::backward>), \
                                 ::attn::engine::bind_host())
 
+ATTN_DEFINE_QUESTIONS_(host, attn::engine::host_engine)
 FAKE_DEVICE_ENGINE(cuda, attn::engine::cuda_engine);
+FAKE_DEVICE_ENGINE(ck, attn::engine::ck_engine);
 
 extern "C" const char* fake_take_log() {
   std::string text;

@@ -42,7 +42,8 @@ class Operation:
         tensors: how many arguments, from the first, are tensors or None; the rest are plain values.
         gradient: the formula that is registered too.
         rule: makes the rule of torch.vmap from this operation.
-        inference: the first results of ``kernel`` alone, for plain calls without a gradient; default ``kernel``.
+        inference: the first results alone, for plain calls without a gradient, from the tuple of arguments and how many are wanted;
+            default ``kernel``.
     """
 
     def __init__(
@@ -54,7 +55,8 @@ class Operation:
         rule: Callable[[Callable[..., Any]], Any],
         inference: Callable[..., Any] | None = None,
     ) -> None:
-        self._registered, self._tensors, self._inference = registered, tensors, inference or kernel
+        self._registered, self._tensors = registered, tensors
+        self._inference = inference or (lambda arguments, wanted: kernel(*arguments))
         self.vmap = rule(self)
         setup, formula = gradient
         members = {"setup_context": staticmethod(setup), "backward": staticmethod(formula)}
@@ -64,7 +66,8 @@ class Operation:
         self._record: Callable[..., Any] = super(torch.autograd.Function, recorded).apply  # type: ignore[misc]
         self._transformed = _function(name, {**members, "forward": staticmethod(registered), "vmap": staticmethod(self.vmap)})
 
-    def __call__(self, *arguments: Any) -> Any:
+    def __call__(self, *arguments: Any, wanted: int = 0) -> Any:
+        """Results of the operator; ``wanted`` says that the caller needs only as many, the first ones, and others may be left out."""
         if watched():
             return self._visible(*arguments)
         needs = False
@@ -73,7 +76,7 @@ class Operation:
                 if type(tensor) not in PLAIN or tensor.is_neg():
                     return self._registered(*arguments)
                 needs = needs or tensor.requires_grad
-        return self._record(*arguments) if needs and torch.is_grad_enabled() else self._inference(*arguments)
+        return self._record(*arguments) if needs and torch.is_grad_enabled() else self._inference(arguments, wanted)
 
     def _visible(self, *arguments: Any) -> Any:
         if torch.compiler.is_compiling() or not torch._C._are_functorch_transforms_active():

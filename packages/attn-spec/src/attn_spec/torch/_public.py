@@ -106,7 +106,7 @@ class Operators:
         arrays = {"scores": scores, "key_padding_mask": key_padding_mask}
         self._check("joint_attn_softmax", arrays, {}, contract, scores)
         operation = "joint_attn_softmax_v2" if contract == "ordered-v2" else "joint_attn_softmax"
-        return self._operations[operation](scores, key_padding_mask, self._out_dtype or scores.dtype)[0]
+        return self._operations[operation](scores, key_padding_mask, self._out_dtype or scores.dtype, wanted=1)[0]
 
     def joint_attn_av_gemm(self, probs: Tensor, v: Tensor, *, contract: str | None = None) -> Tensor:
         """Output of joint attention: ``probs v``, one FMA chain over T for each output.
@@ -164,7 +164,7 @@ class Operators:
         mask = None
         if prompt_mask is not None:
             mask = torch.cat((prompt_mask, prompt_mask.new_ones(q.shape[0], q.shape[2] - text)), dim=1)
-        out = self._run((q, k, v, mask, mask, *(None,) * 10), False, scale, None, 0.0)[0]
+        out = self._run(1, (q, k, v, mask, mask, *(None,) * 10), False, scale, None, 0.0)[0]
         return out[:, :, :text], out[:, :, text:]
 
     def attention(
@@ -232,8 +232,8 @@ class Operators:
         places = lengths("kv_lengths", kv_lengths, k.shape[2]), starts(q_start, q), starts(k_start, q)
         seed = seed_of(dropout_seed, q) if dropout_p > 0.0 else None
         tensors = (q, k, v, None, key_padding_mask, *places, float32(sinks), float32(bias), None, None, None, None, seed)
-        out, lse = self._run(tensors, causal, scale, window, dropout_p, contract)
-        return (out, lse) if return_lse else out
+        found = self._run(2 if return_lse else 1, tensors, causal, scale, window, dropout_p, contract)
+        return (found[0], found[1]) if return_lse else found[0]
 
     def attention_varlen(
         self,
@@ -295,30 +295,34 @@ class Operators:
         check_offsets("cu_seqlens_k", cu_seqlens_k, k.shape[0], seqlens_k)
         offsets = int64(cu_seqlens_q), int64(cu_seqlens_k), int64(seqlens_q), int64(seqlens_k)
         seed = seed_of(dropout_seed, q) if dropout_p > 0.0 else None
-        out, lse = self._run((q, k, v, *(None,) * 5, float32(sinks), None, *offsets, seed), causal, scale, window, dropout_p, contract)
-        return (out, lse) if return_lse else out
+        tensors = (q, k, v, *(None,) * 5, float32(sinks), None, *offsets, seed)
+        found = self._run(2 if return_lse else 1, tensors, causal, scale, window, dropout_p, contract)
+        return (found[0], found[1]) if return_lse else found[0]
 
     def _run(
         self,
+        wanted: int,
         tensors: tuple[Tensor | None, ...],
         causal: bool,
         scale: float | None,
         window: tuple[int | None, int | None] | None,
         dropout_p: float,
         contract: str | None = None,
-    ) -> tuple[Tensor, Tensor]:
-        """out and LSE of the tensors of ``AttentionInputs``, in its order."""
+    ) -> tuple[Any, ...]:
+        """Results of the tensors of ``AttentionInputs``, in its order: out and, if two are ``wanted``, LSE; there may be more."""
         left, right = (None, None) if window is None else window
         sides = -1 if left is None else int(left), -1 if right is None else int(right)
         q, v = cast("tuple[Tensor, Tensor]", (tensors[0], tensors[2]))
+        options = causal, scale_of(scale, q), *sides, float(dropout_p)
+        found: tuple[Any, ...]
         if contract == sm90.CONTRACT:
             if self._out_dtype is not None:
                 raise UnsupportedProblem(self._backend.name, [f"a float32 result with contract {contract} (ordered-v1 has it)"])
-            sm90.score_factor(scale_of(scale, q))
-            out, lse = self._operations["attention_sm90"](*tensors, causal, scale_of(scale, q), *sides, float(dropout_p))
-            return out, lse
-        found = self._operations["attention"](*tensors, causal, scale_of(scale, q), *sides, float(dropout_p), self._out_dtype or v.dtype)
-        return found[0], found[1]
+            sm90.score_factor(options[1])
+            found = self._operations["attention_sm90"](*tensors, *options)
+        else:
+            found = self._operations["attention"](*tensors, *options, self._out_dtype or v.dtype, wanted=wanted)
+        return found
 
 
 def _installed(name: str, engine: str, out_dtype: torch.dtype | None) -> Operators:

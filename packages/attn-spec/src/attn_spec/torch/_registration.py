@@ -66,7 +66,7 @@ def register(namespace: str, kernels: Kernels, capabilities: Capabilities) -> di
             torch.library.register_fake(f"{namespace}::{name}{suffix}", abstract, lib=library)
         rule, rule_backward = _VMAP[name]
         once = _operation(library, namespace, f"{name}_backward", backward, (_keeps_nothing, _raises_twice(namespace, name)), rule_backward)
-        inference = _attention_inference(kernels) if name == "attention" else None
+        inference = _INFERENCE[name](kernels) if name in _INFERENCE else None
         found[name] = _operation(library, namespace, name, forward, _AUTOGRAD[name](once), rule, inference)
     return found
 
@@ -135,6 +135,15 @@ def _softmax_fakes() -> tuple[Callable[..., Any], Callable[..., Any]]:
         return scores.new_empty(scores.shape)
 
     return fake, fake_backward
+
+
+def _softmax_inference(method: str) -> Callable[[Kernels], Callable[..., Any] | None]:
+    def of(kernels: Kernels) -> Callable[..., Any] | None:
+        """Probabilities without the row state, from an engine that has a kernel call of its own for it."""
+        inference = getattr(kernels, method, None)
+        return None if inference is None else lambda arguments, wanted: (inference(*arguments),)
+
+    return of
 
 
 def _softmax_autograd(backward: Operation) -> Gradient:
@@ -260,9 +269,9 @@ def _fake_attention_backward(dout: Tensor, dlse: Tensor | None, first: Tensor, s
 
 
 def _attention_inference(kernels: Kernels) -> Callable[..., Any] | None:
-    """out and LSE without the row state, from an engine that has a kernel call of its own for it."""
+    """out and LSE without the row state, or out alone, from an engine that has a kernel call of its own for it."""
     inference = getattr(kernels, "attention_inference", None)
-    return None if inference is None else lambda *arguments: inference(_inputs(arguments[:-1]), arguments[-1])
+    return None if inference is None else lambda arguments, wanted: inference(_inputs(arguments[:-1]), arguments[-1], wanted != 1)
 
 
 def _attention_autograd(backward: Operation) -> Gradient:
@@ -331,6 +340,11 @@ _AUTOGRAD = {
     "joint_attn_av_gemm": _av_gemm_autograd,
     "attention": _attention_autograd,
     "attention_sm90": _attention_sm90_autograd,
+}
+_INFERENCE = {
+    "joint_attn_softmax": _softmax_inference("softmax_inference"),
+    "joint_attn_softmax_v2": _softmax_inference("softmax_v2_inference"),
+    "attention": _attention_inference,
 }
 _VMAP = {
     "joint_attn_softmax": (_vmap.softmax, _vmap.softmax_backward),

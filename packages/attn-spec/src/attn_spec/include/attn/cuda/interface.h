@@ -46,7 +46,8 @@ typedef struct {
   float scale;
 } attn_cuda_attention;
 
-// Row results are contiguous float32 [B, H, S], packed [H, queries]; `out` is contiguous in the layout of q with V columns.
+// Row results are contiguous float32 [B, H, S], packed [H, queries], and go to the workspace where null; `out` is contiguous in the layout
+// of q with V columns.
 typedef struct {
   void* out;
   int32_t out_dtype;

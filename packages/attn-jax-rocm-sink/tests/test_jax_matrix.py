@@ -1,0 +1,106 @@
+"""The matrix of features: out, log-sum-exp and every gradient of each cell, by bytes on the host engine and close to float64 on both.
+
+CI runs a sample in which every two values of two axes meet; ``nox -s jax_matrix`` runs the whole.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from functools import cache
+
+import numpy as np
+import pytest
+from attn_spec._errors import ContractViolation
+from attn_spec.testing.asserts import assert_same
+from matrix_cells import Cell, missing_pairs, sample
+from matrix_check import check, check_bytes, check_close
+from matrix_run import SEED, Case
+
+CELLS = sample()
+
+
+def test_every_pair_of_values_meets_in_the_sample() -> None:
+    assert missing_pairs(CELLS) == set()
+    assert missing_pairs(CELLS[1:]) != set()
+
+
+@pytest.mark.parametrize("cell", CELLS, ids=str)
+def test_cell(cell: Cell) -> None:
+    check(cell)
+
+
+FULL = Cell("learnable", "BHSS", "padding_causal", "window", "dropout", "bshd", "gqa", "float32", "once", "host")
+
+
+@cache
+def full() -> tuple[Case, dict[str, np.ndarray]]:
+    case = Case(FULL)
+    return case, case.run()
+
+
+def broken(fault: str) -> dict[str, np.ndarray]:
+    """What an implementation with one fault gives in the cell that has every feature."""
+    case, good = full()
+    if fault == "zeros":
+        return {name: np.zeros_like(array) for name, array in good.items()}
+    if fault == "another mask in backward":
+        other = case.run(seed=SEED + 1)
+        return {name: array if name == "out" else other[name] for name, array in good.items()}
+    if fault == "kv heads in turn":  # head h reads kv head h % K
+        turned = {name: case.arrays[name][:, [0, 1, 0, 1]] for name in ("k", "v")}
+        found = case.run(**turned)
+        return found | {name: found[name][:, :2] + found[name][:, 2:] for name in ("dk", "dv")}
+    ignored = {
+        "sink dropped": replace(FULL, softmax="vanilla"),
+        "sink of zero": replace(FULL, softmax="off_by_one"),
+        "bias ignored": replace(FULL, bias="none"),
+        "window ignored": replace(FULL, window="none"),
+        "mask ignored": replace(FULL, mask="padding"),
+        "other alignment": replace(FULL, mask="padding_bottom_right"),
+        "dropout ignored": replace(FULL, dropout="none"),
+    }
+    return case.run(cell=ignored[fault])
+
+
+FAULTS = (
+    "zeros",
+    "sink dropped",
+    "sink of zero",
+    "bias ignored",
+    "window ignored",
+    "mask ignored",
+    "other alignment",
+    "dropout ignored",
+    "another mask in backward",
+    "kv heads in turn",
+)
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+def test_a_fault_is_found(fault: str) -> None:
+    case, good = full()
+    check_bytes(case, good)
+    check_close(case, good)
+    bad = broken(fault)
+    with pytest.raises(ContractViolation):
+        check_bytes(case, bad)
+    with pytest.raises(AssertionError, match="float64"):
+        check_close(case, bad)
+
+
+def test_dropout_has_one_mask_in_both_directions() -> None:
+    """out is linear in v: <dv, v> = <dout, out> holds only for the mask of forward."""
+    case, good = full()
+    values = {"out": good["out"], "dv": good["dv"], "dout": case.dout, "v": case.arrays["v"]}
+    wide = {name: array.astype(np.float64) for name, array in values.items()}
+    assert (wide["dv"] * wide["v"]).sum() == pytest.approx((wide["dout"] * wide["out"]).sum(), rel=1e-5)
+    other = case.run(seed=SEED + 1)["dv"].astype(np.float64)
+    assert (other * wide["v"]).sum() != pytest.approx((wide["dout"] * wide["out"]).sum(), rel=1e-2)
+
+
+def test_one_bit_is_found() -> None:
+    case, good = full()
+    changed = good["dk"].copy()
+    changed.view(np.uint32).flat[0] ^= 1
+    with pytest.raises(ContractViolation, match="dk"):
+        assert_same(good | {"dk": changed}, case.exact(), "one bit", ("dk",))
