@@ -62,9 +62,12 @@ def test_bytes_equal_the_model(name: str) -> None:
 @pytest.mark.parametrize("name", ("three segments, many rows", "starts, many rows", "window", "lengths", "starts"))
 def test_splitting_by_segments_moves_no_bit(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     problem = CALLS[name]()
-    for few in (0, 1 << 30):
-        monkeypatch.setattr(_sm90_launch, "FEW_PROGRAMS", few)
-        assert_same(on_gpu(problem), problem.results(attn_reference), f"{name}, split below {few} programs")
+    wanted = problem.results(attn_reference)
+    with monkeypatch.context() as whole:
+        whole.setattr(_sm90_launch, "_segments", lambda *_: 1)
+        assert_same(on_gpu(problem), wanted, f"{name}, whole")
+    monkeypatch.setattr(_sm90_launch, "FEW_PROGRAMS", 1 << 30)
+    assert_same(on_gpu(problem), wanted, f"{name}, split")
 
 
 def other_configs(config: Sm90Config) -> Iterator[Sm90Config]:
