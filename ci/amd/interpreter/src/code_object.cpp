@@ -39,12 +39,10 @@ Kernel read_descriptor(const std::string& name, uint64_t address) {
   const auto* at = reinterpret_cast<const uint8_t*>(address);
   Kernel kernel;
   kernel.name = name;
-  kernel.descriptor = address;
   kernel.lds_bytes = read<uint32_t>(at);
   kernel.scratch_bytes = read<uint32_t>(at + 4);
   kernel.kernarg_bytes = read<uint32_t>(at + 8);
   kernel.entry = address + read<int64_t>(at + 16);
-  kernel.rsrc3 = read<uint32_t>(at + 44);
   kernel.rsrc1 = read<uint32_t>(at + 48);
   kernel.rsrc2 = read<uint32_t>(at + 52);
   kernel.properties = read<uint16_t>(at + 56);
@@ -112,12 +110,9 @@ std::unique_ptr<Program> load(const void* elf, size_t bytes) {
       const auto symbol = read<Elf64_Sym>(file + section.sh_offset + at);
       const std::string name = reinterpret_cast<const char*>(file + names.sh_offset + symbol.st_name);
       if (ELF64_ST_TYPE(symbol.st_info) != STT_OBJECT || symbol.st_shndx == SHN_UNDEF) continue;
-      if (name.size() > 3 && name.compare(name.size() - 3, 3, ".kd") == 0) {
-        const std::string kernel = name.substr(0, name.size() - 3);
-        program->kernels[kernel] = read_descriptor(kernel, address_of(symbol.st_value));
-      } else {
-        program->variables[name] = {address_of(symbol.st_value), symbol.st_size};
-      }
+      if (name.size() < 4 || name.compare(name.size() - 3, 3, ".kd") != 0) continue;
+      const std::string kernel = name.substr(0, name.size() - 3);
+      program->kernels[kernel] = read_descriptor(kernel, address_of(symbol.st_value));
     }
   }
   for (const auto& segment : segments) {

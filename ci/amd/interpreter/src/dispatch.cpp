@@ -127,7 +127,6 @@ class Dispatch {
     w.group = &group_;
     w.scc = false;
     w.status = Status::running;
-    w.mode = (kernel_.rsrc1 >> 12 & 0xFF) | (kernel_.rsrc1 >> 23 & 1) << 9;
     w.scratch_bytes = kernel_.scratch_bytes;
     w.scratch.assign(size_t{kernel_.scratch_bytes} * kLanes, 0xA5);
     int s = user_registers(w);

@@ -127,10 +127,8 @@ struct Wave {
   alignas(8) uint32_t s[kScalarRegisters];
   bool scc = false;
   uint32_t pc = 0;  // number of the next instruction
-  uint32_t mode = 0;
   Status status = Status::running;
   uint32_t id = 0;  // within its workgroup
-  uint64_t steps = 0;
   const Program* program = nullptr;
   Workgroup* group = nullptr;
   std::vector<uint8_t> scratch;  // lane by lane
@@ -144,7 +142,6 @@ struct Wave {
   void set_pair(int number, uint64_t value) { memcpy(&s[number], &value, 8); }
   uint64_t exec() const { return pair(kExec); }
   uint64_t vcc() const { return pair(kVcc); }
-  bool ieee() const { return mode >> 9 & 1; }
 };
 
 // What a workgroup shares.

@@ -18,9 +18,9 @@ struct Argument {
 
 struct Kernel {
   std::string name;
-  uint64_t descriptor = 0, entry = 0;  // addresses in the loaded image
+  uint64_t entry = 0;  // address in the loaded image
   uint32_t lds_bytes = 0, scratch_bytes = 0, kernarg_bytes = 0;
-  uint32_t rsrc1 = 0, rsrc2 = 0, rsrc3 = 0;
+  uint32_t rsrc1 = 0, rsrc2 = 0;
   uint16_t properties = 0, preload = 0;
   std::vector<Argument> arguments;
 };
@@ -33,8 +33,7 @@ struct Program {
   std::unordered_map<uint64_t, uint32_t> number_at;  // address -> number of the instruction
   std::vector<std::string> names;                    // mnemonics
   std::map<std::string, Kernel> kernels;
-  std::map<std::string, std::pair<uint64_t, uint64_t>> variables;  // name -> address, bytes
-  mutable std::vector<uint64_t> executed;                          // times, by mnemonic
+  mutable std::vector<uint64_t> executed;  // times, by mnemonic
 
   uint32_t instruction_at(uint64_t address, const Instruction& from) const;
 };
