@@ -15,7 +15,7 @@ from attn_triton._chain_kernel import read_rows, row_products, weighted_chain
 from attn_triton._device_function import device_function
 from attn_triton._scores_kernel import QUARTER, final_scores, key_rows, probabilities, query_rows, row_values, tree_sum
 from attn_triton._softmax_kernel import _store, exp_nonpositive
-from attn_triton._visibility_kernel import find_work, keys_at, rows_at, rows_of_head, sizes_of, slot_range
+from attn_triton._visibility_kernel import Keys, find_work, keys_at, rows_at, rows_of_head, sizes_of, slot_range
 
 __all__ = ["attention_delta", "attention_key_sums", "attention_query_sums", "pair_gradients", "row_state"]
 
@@ -314,6 +314,7 @@ def attention_key_sums(
     first_key = block * KEYS
     if (block >= 0) & (first_key < item.count):
         keys = keys_at(arrays, sizes, item, item.shift + first_key.to(tl.int32), KEYS)
+        keys = Keys(tl.where(keys.present, keys.stored, 0), keys.present)  # known neighbours would cost sm_90 a few spills here
         begin, end = _queries_of_keys(sizes, item, keys)
         if delta is None:
             width = arrays.value_dim

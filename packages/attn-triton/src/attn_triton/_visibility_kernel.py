@@ -202,7 +202,8 @@ def rows_at(arrays, sizes, item, kv_head, first, M: tl.constexpr):
 def rows_of_head(arrays, sizes, item, head, first, last, M: tl.constexpr):
     """Queries [first, min(first + M, last)) of one head, int64: no division, so that it may stand in an inner loop."""
     query = first + tl.arange(0, M)
-    return _rows_of(arrays, sizes, item, head, query, query < last)
+    present = query < last
+    return _rows_of(arrays, sizes, item, head, tl.where(present, query, 0), present)
 
 
 @device_function
