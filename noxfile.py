@@ -28,7 +28,7 @@ nox.options.sessions = ["lint", "types", "tests"]
 
 NAMES = ["attn-spec", "attn-reference", "attn-triton", "attn-cuda", "attn-jax-rocm-sink"]
 FOLDERS = {**{name: f"packages/{name}" for name in NAMES}, "attn-shared-tests": "shared_tests"}
-TEST_TOOLS = ["pytest", "pytest-xdist", "hypothesis", "safetensors", "pybind11", "cmake", "ninja"]
+TEST_TOOLS = ["pytest", "pytest-xdist", "hypothesis", "safetensors", "flatbuffers", "pybind11", "cmake", "ninja"]
 TEST_PATHS = ["-n", "2", "--durations", "20", "--attn-sample", "8", "ci/tests", "packages", "--pyargs", "attn_shared_tests"]
 TESTED, CPU, OLDEST, BUILD = (f"ci/constraints{part}.txt" for part in ("", "-cpu", "-oldest", "-build"))
 NATIVE = ("*.h", "*.cuh", "*.cpp", "*.cc", "*.cu", "*.hip")
@@ -156,6 +156,13 @@ def tests(session: nox.Session) -> None:
     """Build and install every package, then run the tests of all of them and the shared suite, of which slow engines run a sample."""
     install_everything(session)
     session.run("pytest", *(session.posargs or TEST_PATHS), env=interpreter())
+
+
+@nox.session
+def jax_matrix(session: nox.Session) -> None:
+    """Run every cell of JAX's matrix of features (hours; ``-- --part 3/8`` runs a part). The tests session runs a sample of it."""
+    install_everything(session)
+    session.run("python", "packages/attn-jax-rocm-sink/tests/whole_matrix.py", *session.posargs)
 
 
 @nox.session

@@ -207,6 +207,13 @@ CASES: dict[str, tuple[str, Expected]] = {
         " v_mov_b32_e32 v5, v6\n v_mov_b32_e32 v6, v7",
         lambda a, b, c: (words(3 * floats(a).astype(np.float64)), scalar(0)),
     ),
+    "packed_integers": (
+        "v_pk_mul_lo_u16 v5, v2, v3 op_sel:[0,1] op_sel_hi:[1,0]\n v_pk_ashrrev_i16 v6, 3, v2 op_sel_hi:[0,1]",
+        lambda a, b, c: (
+            (a & 0xFFFF) * (b >> 16) & 0xFFFF | (a >> 16) * (b & 0xFFFF) << 16,
+            (signed(a << 16) >> 19 & 0xFFFF | (signed(a) >> 19) << 16 & 0xFFFF0000).astype(np.uint32),
+        ),
+    ),
     "parts": (
         "v_add_u32_sdwa v5, sext(v2), v3 dst_sel:DWORD dst_unused:UNUSED_PAD src0_sel:WORD_1 src1_sel:BYTE_2\n"
         " v_mov_b32_sdwa v6, v2 dst_sel:BYTE_1 dst_unused:UNUSED_PRESERVE src0_sel:BYTE_3",

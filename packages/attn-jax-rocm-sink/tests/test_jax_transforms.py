@@ -117,6 +117,52 @@ def test_checkpoint_moves_no_bit() -> None:
     same(remat(moving, rest), plain(moving, rest), "checkpoint")
 
 
+def kernel_calls(jaxpr: Any) -> list[str]:
+    """Names of the kernels that a program calls, in order; its compiled form may have fewer, as equal calls become one."""
+    found = []
+    for equation in jaxpr.eqns:
+        if equation.primitive.name == "ffi_call":
+            found.append(equation.params["target_name"])
+        for value in equation.params.values():
+            inner = getattr(value, "jaxpr", value)
+            found += kernel_calls(inner) if hasattr(inner, "eqns") else []
+    return found
+
+
+def test_a_policy_that_saves_the_results_spares_the_second_forward() -> None:
+    from attn_jax_rocm_sink._vjp import RESIDUALS
+
+    arrays = jax_arrays(make_call("sinks", dtype="bfloat16"))
+    moving = {name: arrays[name] for name in ("q", "k", "v", "sinks")}
+
+    def graded(policy: Any) -> Any:
+        return jax.value_and_grad(jax.checkpoint(lambda part: loss({}, part), policy=policy))
+
+    again, saved = graded(jax.checkpoint_policies.nothing_saveable), graded(jax.checkpoint_policies.save_only_these_names(RESIDUALS))
+    names = [f"attn_jax_rocm_sink_host_{direction}" for direction in ("forward", "backward")]
+    assert kernel_calls(jax.make_jaxpr(again)(moving)) == [names[0], *names]
+    assert kernel_calls(jax.make_jaxpr(saved)(moving)) == names
+    same(jax.jit(saved)(moving), jax.jit(again)(moving), "saved results")
+
+
+def test_shapes_are_known_without_running() -> None:
+    arrays = jax_arrays(make_call("sinks", dtype="float16"))
+    out, lse = jax.eval_shape(lambda given: attention(**given, return_lse=True), arrays)
+    assert (out.shape, out.dtype, lse.shape, lse.dtype) == ((2, 4, 5, 3), jnp.float16, (2, 4, 5), jnp.float32)
+    shapes = jax.eval_shape(lambda given: gradients(given, {}), arrays)
+    assert {name: (array.shape, array.dtype) for name, array in shapes.items()} == {
+        name: (arrays[name].shape, arrays[name].dtype) for name in shapes
+    }
+
+
+def test_donated_inputs_move_no_bit() -> None:
+    arrays = jax_arrays(make_call("sinks"))
+    moving = {name: arrays[name] for name in ("q", "k", "v", "sinks")}
+    expected = jax.jit(lambda part: gradients(part, {}))(moving)
+    donated = jax.jit(lambda part: gradients(part, {}), donate_argnums=0)({name: jnp.copy(array) for name, array in moving.items()})
+    same(donated, expected, "donated")
+
+
 def test_scan_equals_a_loop_with_integer_operands_under_grad() -> None:
     arrays = jax_arrays(make_call())
     k, v = arrays["k"], jnp.concatenate([arrays["v"]] * 2, axis=-1)

@@ -33,6 +33,7 @@ class Handlers:
     ``kept`` names the results of forward that backward needs besides its inputs; ``devices`` gives the indices of the devices that a
     traced call may run on, where the workspace depends on the device. ``on_host`` engines convert small operands themselves; the others get
     those named in ``as_float32`` converted. ``static_alignment`` engines take no q_start, but know top-left from bottom-right alignment.
+    ``partial_dropout`` engines draw the dropout of a part of a batch, which begins at a batch item and head of the whole.
     """
 
     library: str
@@ -43,6 +44,7 @@ class Handlers:
     on_host: bool = False
     as_float32: tuple[str, ...] = ("sinks", "bias")
     static_alignment: bool = False
+    partial_dropout: bool = True
 
 
 def _cuda_devices() -> tuple[int, ...]:
@@ -52,7 +54,15 @@ def _cuda_devices() -> tuple[int, ...]:
 _ROW_STATE = ("row_max", "row_sum")
 HANDLERS: dict[str, Handlers] = {
     "host": Handlers("libattn_jax_rocm_sink.so", "missing.txt", "cpu", _ROW_STATE, on_host=True),
-    "ck": Handlers("libattn_jax_rocm_sink_ck.so", "missing-ck.txt", "ROCM", ("out", "lse"), as_float32=("sinks",), static_alignment=True),
+    "ck": Handlers(
+        "libattn_jax_rocm_sink_ck.so",
+        "missing-ck.txt",
+        "ROCM",
+        ("out", "lse"),
+        as_float32=("sinks",),
+        static_alignment=True,
+        partial_dropout=False,
+    ),
     "cuda": Handlers("libattn_jax_rocm_sink.so", "missing.txt", "CUDA", _ROW_STATE, _cuda_devices),
     "hip": Handlers("libattn_jax_rocm_sink_hip.so", "missing-hip.txt", "ROCM", _ROW_STATE),
 }

@@ -12,7 +12,7 @@ from attn_jax_rocm_sink import _ffi
 from attn_jax_rocm_sink._manual_axes import vary, varying_axes
 from attn_jax_rocm_sink._signature import Signature
 
-__all__ = ["dbias_of", "kernel", "ordered_sum"]
+__all__ = ["dbias_of", "dropout_at", "kernel", "ordered_sum"]
 
 _FULL = (0, 1, 2, 3)
 
@@ -30,7 +30,7 @@ def kernel(signature: Signature, operands: Mapping[str, jax.Array]) -> dict[str,
     def item(index: jax.Array, own: Mapping[str, jax.Array]) -> dict[str, jax.Array]:
         given = {name: own[name][None] if name in own else array for name, array in operands.items()}
         if "dropout_seed" in given:
-            given["dropout_seed"] = given["dropout_seed"].at[2].add(index)
+            given["dropout_seed"] = dropout_at(signature, given["dropout_seed"], index, 0)
         if "dsinks" in signature.results:
             given["sinks"] = given["sinks"].astype(jnp.float32)
         if whole_ds:
@@ -45,6 +45,17 @@ def kernel(signature: Signature, operands: Mapping[str, jax.Array]) -> dict[str,
     if whole_ds and "dbias" not in signature.unsummed:
         found["dbias"] = dbias_of(found["dbias"], operands["bias"].shape, operands["bias"].dtype)
     return {name: found[name] for name in signature.results}  # the loop sorts the names
+
+
+def dropout_at(signature: Signature, seed: jax.Array, item: jax.Array | int, head: jax.Array | int) -> jax.Array:
+    """The seed [4] of a part of a call that begins at this batch item and head of it, where the counters of dropout have them."""
+    engine = dict(signature.attributes)["engine"]
+    if not _ffi.HANDLERS[engine].partial_dropout:
+        raise ValueError(
+            f"attn_jax_rocm_sink: engine {engine} draws dropout for whole calls alone: not for a part of a batch, as sharding and the "
+            "gradient of sinks over several devices need it"
+        )
+    return seed + jnp.stack([jnp.asarray(word, jnp.uint32) for word in (0, 0, item, head)])
 
 
 def ordered_sum(terms: jax.Array, dtype: jnp.dtype) -> jax.Array:

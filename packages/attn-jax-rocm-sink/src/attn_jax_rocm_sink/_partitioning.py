@@ -13,11 +13,10 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 from jax.experimental.custom_partitioning import custom_partitioning
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from attn_jax_rocm_sink._kernel import dbias_of, kernel, ordered_sum
+from attn_jax_rocm_sink._kernel import dbias_of, dropout_at, kernel, ordered_sum
 from attn_jax_rocm_sink._signature import AXES, Signature
 
 __all__ = ["explicit", "partitioned"]
@@ -106,8 +105,10 @@ class Layout:
     def local(self, *values: jax.Array) -> tuple[jax.Array, ...]:
         """The call on one device, from its parts of the operands to its parts of the results."""
         named = self.signature.named(values)
-        if "dropout_seed" in named:
-            named["dropout_seed"] = named["dropout_seed"] + self._first(named["q"].shape)
+        if "dropout_seed" in named and (self.batch or self.heads):
+            shape = named["q"].shape
+            item, head = (jax.lax.axis_index(axes) * size if axes else 0 for axes, size in ((self.batch, shape[0]), (self.heads, shape[1])))
+            named["dropout_seed"] = dropout_at(self.signature, named["dropout_seed"], item, head)
         sums = self._sums()
         found = kernel(replace(self.signature, unsummed=(*self.signature.unsummed, *sums)), named)
         if "dsinks" in sums:
@@ -124,11 +125,6 @@ class Layout:
         bias = self.shapes.get("bias", (0, 0))
         across = {"dsinks": bool(self.batch), "dbias": (bool(self.batch) and bias[0] == 1) or (bool(self.heads) and bias[1] == 1)}
         return tuple(name for name in left if across.get(name, False))
-
-    def _first(self, shape: tuple[int, ...]) -> jax.Array:
-        """Batch item and head of the whole call at which this device begins, where the counters of dropout have them."""
-        places = [jax.lax.axis_index(axes) * size if axes else 0 for axes, size in ((self.batch, shape[0]), (self.heads, shape[1]))]
-        return jnp.stack([jnp.asarray(word, jnp.uint32) for word in (0, 0, *places)])
 
 
 def _rule(signature: Signature, operands: Sequence[Any], results: Sequence[Any]) -> tuple[str, dict[str, Any]]:
