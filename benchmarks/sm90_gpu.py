@@ -5,7 +5,7 @@ its deterministic backward). Rates count 4*D operations for each visible pair fo
 Decode is timed as a CUDA graph, with the bytes of the keys and values that it reads. Before anything is timed, rows of the output are
 compared in bytes with the CPU model, and errors against float64 are taken beside those of torch's flash attention.
 
-    python benchmarks/sm90_gpu.py --output sm90.json [--rounds 10] [--cases d128,d64-causal] [--seconds 120]
+    python benchmarks/sm90_gpu.py --output sm90.json [--rounds 10] [--cases d128,d64-causal] [--peers fa3]
 """
 
 from __future__ import annotations
@@ -68,6 +68,7 @@ class Layer:
         )
 
 
+PEERS = ("torch cudnn", "torch flash", "flex", "fa3", "fa4 deterministic")
 LAYERS = {
     "d128": Layer(),
     "d128-causal": Layer(causal=True),
@@ -177,10 +178,12 @@ def _backward(operator: Callable[..., Any], q: Tensor, k: Tensor, v: Tensor, dou
     return {"backward": backward}
 
 
-def run_case(name: str, layer: Layer, backends: list[str], report: Report, rounds: int, flush: Tensor) -> None:
+def run_case(name: str, layer: Layer, backends: list[str], peers: list[str], report: Report, rounds: int, flush: Tensor) -> None:
     data = layer.tensors()
     ready: dict[str, dict[str, Call]] = {}
     for contender, make in contenders(layer, backends).items():
+        if contender not in (*backends, *peers):
+            continue
         try:
             operator = make()
             if contender in backends:
@@ -205,7 +208,9 @@ def run_case(name: str, layer: Layer, backends: list[str], report: Report, round
 def main() -> None:
     parser = measuring.options(__doc__, rounds=10)
     parser.add_argument("--cases", default=",".join(LAYERS), help="names, comma separated")
+    parser.add_argument("--peers", default=",".join(PEERS), help="names, comma separated; flex compiles for each case, which takes a while")
     options = parser.parse_args()
+    peers = options.peers.split(",")
     device = measuring.cuda_device("sm90_gpu")
     method = "interleaved rounds, L2 flushed before each call, CUDA events, medians; bytes compared with the CPU model before timing"
     report = Report(options.output, method, options.seconds)
@@ -215,9 +220,9 @@ def main() -> None:
         if not report.has_time(name):
             continue
         with report.guarded(name):
-            run_case(name, LAYERS[name], backends, report, options.rounds, flush)
+            run_case(name, LAYERS[name], backends, peers, report, options.rounds, flush)
         for backend in backends:
-            for peer in ("torch cudnn", "torch flash", "flex", "fa3", "fa4 deterministic"):
+            for peer in peers:
                 report.compare(backend, peer)
         report.save()
         torch.cuda.empty_cache()

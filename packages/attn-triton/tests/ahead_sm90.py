@@ -51,7 +51,7 @@ CASES = {
 def main(path):
     if os.environ.get("TRITON_INTERPRET") == "1":
         raise SystemExit("ahead_sm90.py: TRITON_INTERPRET must not be 1")
-    entries = compiled_cases(ARCH, list(CASES), CASES)
+    entries = list(compiled_cases(ARCH, list(CASES), CASES))
     for item in entries:
         del item["llir"]
     Path(path).write_text(json.dumps(entries))

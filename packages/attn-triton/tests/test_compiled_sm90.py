@@ -14,7 +14,7 @@ from test_compiled_code import FORBIDDEN_PTX
 RULES = {rule: pattern for rule, pattern in FORBIDDEN_PTX.items() if rule not in ("contraction", "flush to zero", "approximation")}
 RULES |= {
     "another approximation": r"\b(?:(?:lg2|rcp|r?sqrt|sin|cos|tanh)\.approx|div\.(?:approx|full)|ex2\.approx\.(?!ftz\.f32\b))",
-    "flush to zero beside ex2": r"\b(?!ex2\.approx)[a-z]\w*(?:\.\w+)*\.ftz\b",
+    "flush to zero beside ex2": r"(?<![\w.])(?!ex2\.approx\.ftz\b)[a-z]\w*(?:\.\w+)*\.ftz\b",
 }
 PRODUCTS = {"attention_forward": 2, "attention_query_gradients": 3, "attention_key_gradients": 4, "attention_segments": 2}
 """Products of blocks in the loop of each kernel."""
