@@ -93,6 +93,7 @@ def _flex(layer: Layer) -> Callable[..., Tensor]:
     mask = None
     if layer.causal and not layer.decode:
         mask = create_block_mask(lambda b, h, i, j: i >= j, None, None, layer.queries, layer.keys, device="cuda")
+    torch.compiler.reset()  # every layer is compiled for its own shape; past a limit of shapes the operator would run uncompiled
     compiled = torch.compile(flex_attention, dynamic=False)
     return partial(compiled, block_mask=mask, enable_gqa=layer.heads != layer.kv_heads)
 
@@ -147,35 +148,34 @@ def check(name: str, operator: Callable[..., Any], layer: Layer, data: tuple[Ten
     return found
 
 
-def calls_of(operator: Callable[..., Any], layer: Layer, data: tuple[Tensor, ...]) -> dict[str, Call]:
-    """Forward without autograd, and backward over a kept graph; a decode step is a graph."""
-    q, k, v, dout = data
+def forward_of(operator: Callable[..., Any], layer: Layer, data: tuple[Tensor, ...]) -> Call:
+    """Forward without autograd; a decode step is a graph."""
+    q, k, v, _ = data
 
     def forward() -> Any:
         with torch.no_grad():
             return operator(q, k, v)
 
     forward()
-    if layer.decode:
-        graph = torch.cuda.CUDAGraph()
-        torch.cuda.synchronize()
-        with torch.cuda.graph(graph):
-            forward()
-        return {"forward": graph.replay}
-    return {"forward": forward, **_backward(operator, q, k, v, dout)}
+    if not layer.decode:
+        return forward
+    graph = torch.cuda.CUDAGraph()
+    torch.cuda.synchronize()
+    with torch.cuda.graph(graph):
+        forward()
+    return graph.replay
 
 
-def _backward(operator: Callable[..., Any], q: Tensor, k: Tensor, v: Tensor, dout: Tensor) -> dict[str, Call]:
-    leaves = [tensor.detach().requires_grad_() for tensor in (q, k, v)]
+def backward_of(operator: Callable[..., Any], data: tuple[Tensor, ...]) -> Call:
+    """Backward over a kept graph. Raises RuntimeError where the operator has none."""
+    leaves = [tensor.detach().requires_grad_() for tensor in data[:3]]
     out = operator(*leaves)
-    if not out.requires_grad:
-        return {}
 
     def backward() -> Any:
-        return torch.autograd.grad(out, leaves, dout, retain_graph=True)
+        return torch.autograd.grad(out, leaves, data[3], retain_graph=True)
 
     backward()
-    return {"backward": backward}
+    return backward
 
 
 def run_case(name: str, layer: Layer, backends: list[str], peers: list[str], report: Report, rounds: int, flush: Tensor) -> None:
@@ -188,7 +188,9 @@ def run_case(name: str, layer: Layer, backends: list[str], peers: list[str], rep
             operator = make()
             if contender in backends:
                 report.facts.setdefault("errors", {})[f"{name} {contender}"] = check(contender, operator, layer, data)
-            ready[contender] = calls_of(operator, layer, data)
+            ready[contender] = {"forward": forward_of(operator, layer, data)}
+            if not layer.decode:
+                ready[contender]["backward"] = backward_of(operator, data)
         except (ImportError, RuntimeError, TypeError, UnsupportedProblem) as error:  # what a peer lacks here
             if contender in backends:
                 raise
