@@ -250,6 +250,21 @@ def clang(session: nox.Session) -> None:
 
 
 @nox.session
+def aiter_headers(session: nox.Session) -> None:
+    """Check the types of the ck engine's calls against AITER's headers; ``-- FOLDER`` names a checkout, else one is cloned to build."""
+    require(session, CLANG, f"{CLANG.replace('++', '')} lld-22")
+    folder = session.posargs[0] if session.posargs else "build/aiter"
+    if not Path(folder).exists():
+        clone = ["git", "clone", "--quiet", "--depth", "1", "--filter=blob:none", "--sparse", "https://github.com/ROCm/aiter", folder]
+        session.run(*clone, external=True)
+        session.run("git", "-C", folder, "sparse-checkout", "set", "csrc/include", external=True)
+    session.install("-c", TESTED, "numpy")
+    session.install("-c", CPU, "--no-deps", "triton")
+    session.install("--no-deps", FOLDERS["attn-spec"])
+    session.run("python", "ci/amd/aiter_headers.py", folder, "build/aiter_headers")
+
+
+@nox.session
 def rocm(session: nox.Session) -> None:
     """Build the hip engine and run everything on this machine's AMD GPUs; without HIP say so; HIP that cannot be built with is an error.
 

@@ -47,6 +47,16 @@ KERNEL = """
 .text
 """
 
+FILE = """
+.amdgcn_target "amdgcn-amd-amdhsa--{target}"
+.text
+{kernels}
+.amdgpu_metadata
+amdhsa.version: [1, 2]
+amdhsa.kernels:{metadata}
+.end_amdgpu_metadata
+"""
+
 METADATA = """
   - .name: {name}
     .symbol: {name}.kd
@@ -67,7 +77,7 @@ def assembled(bodies: dict[str, str], target: str, output: Path) -> bytes:
     """A code object with one kernel a body. A kernel gets two pointers, at s[0:1], and its thread number in v0."""
     kernels = "".join(KERNEL.format(name=name, body=body) for name, body in bodies.items())
     metadata = "".join(METADATA.format(name=name) for name in bodies)
-    text = f'.amdgcn_target "amdgcn-amd-amdhsa--{target}"\n.text\n{kernels}\n.amdgpu_metadata\namdhsa.version: [1, 2]\namdhsa.kernels:{metadata}\n.end_amdgpu_metadata\n'
+    text = FILE.format(target=target, kernels=kernels, metadata=metadata)
     command = [CLANG, "-x", "assembler", "--target=amdgcn-amd-amdhsa", f"-mcpu={target}", "-mcode-object-version=5", "-", "-o", str(output)]
     subprocess.run(command, input=text, text=True, check=True)
     return output.read_bytes()

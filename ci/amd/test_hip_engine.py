@@ -14,6 +14,7 @@ import numpy as np
 import pytest
 from attn_jax_rocm_sink import _ffi
 from attn_jax_rocm_sink._arrays import to_numpy
+from attn_jax_rocm_sink._config import GRADIENTS, Config, Strides
 from attn_jax_rocm_sink.backend import BACKEND
 from attn_spec import Call
 from attn_spec._arrays import from_float32
@@ -177,3 +178,53 @@ def test_packed_segments_with_gaps(device: Device) -> None:
     gradients = {f"d{name}": jax.ShapeDtypeStruct(operands[name].shape, jnp.float32) for name in ("q", "k", "v", "sinks")}
     expected = packed("backward", "host", operands, gradients)
     assert_same(packed("backward", "hip", operands, gradients), expected, f"{device.target} packed backward")
+
+
+def config(**changes: object) -> Config:
+    """A plain configuration, dense [2, 4, 5, 8] over [2, 2, 9, 8]."""
+    found = Config(batch=2, heads=4, kv_heads=2, queries=5, keys=9, head_dim=8, value_dim=8, window_left=-1, window_right=-1, scale=1.0)
+    found.q = found.out = Strides(160, 40, 8, 1)
+    found.k = found.v = Strides(144, 72, 8, 1)
+    for name, value in changes.items():
+        setattr(found, name, value)
+    return found
+
+
+@pytest.mark.parametrize(
+    ("changes", "reason"),
+    [
+        ({}, ""),
+        ({"head_dim": 257}, "head_dim=257 (supported: 0 to 256)"),
+        ({"value_dim": 300}, "value_dim=300 (supported: 0 to 256)"),
+        ({"keys": 2**31}, "keys=2147483648 (supported: 0 to 2147482623)"),
+        ({"k": Strides(144, 72, 1, 9)}, "columns that are not contiguous"),
+        ({"alignment": 1}, "top-left alignment without q_start (supported: q_start)"),
+        ({"bias": 1, "bias_dtype": 1}, "a bias in bfloat16 (supported: float32)"),
+        ({"packed": 1, "bias": 1, "key_padding_mask": 1}, "a bias of packed input; a key padding mask of packed input"),
+    ],
+)
+def test_refusals_name_every_reason(device: Device, changes: dict[str, object], reason: str) -> None:
+    assert _ffi.supports("hip", _ffi.BACKWARD, config(**changes)) == reason
+
+
+def test_the_workspace_has_what_the_configuration_needs(device: Device) -> None:
+    assert _ffi.plan("hip", _ffi.FORWARD, config()) == (0, ())
+    total, parts = _ffi.plan("hip", _ffi.BACKWARD, config(key_padding_mask=1, softmax=2, gradients=GRADIENTS["dsinks"]))
+    rows = 2 * 4 * 5 * 4
+    assert {part.name: part.bytes for part in parts} == {
+        "key_positions": 2 * 9 * 4,
+        "key_counts": 2 * 4,
+        "delta": rows,
+        "dsink": rows,
+        "sink_items": 2 * 4 * 4,
+    }
+    assert total == sum(-(-part.bytes // 256) * 256 for part in parts)
+
+
+def test_a_failed_launch_is_an_error_of_the_call(device: Device) -> None:
+    device.set_step_limit(100)
+    try:
+        with pytest.raises(jax.errors.JaxRuntimeError, match="attn_jax_rocm_sink: HIP"):
+            BACKEND.evaluate(make_call("plain", gradient=False), engine="hip")
+    finally:
+        device.set_step_limit(4_000_000_000)

@@ -69,11 +69,11 @@ def test_products(play: Play) -> None:
 ATTENTION = {
     "causal groups with sinks": (
         "gfx942",
-        dict(heads=4, kv_heads=2, queries=40, keys=70, head_dim=32, causal=True, sinks=calls.normal(4, seed=5)),
+        {"heads": 4, "kv_heads": 2, "queries": 40, "keys": 70, "head_dim": 32, "causal": True, "sinks": calls.normal(4, seed=5)},
     ),
     "bias and padding": (
         "gfx950",
-        dict(queries=33, keys=40, head_dim=16, key_mask=calls.kept(40), bias=calls.normal(1, 2, 33, 40, seed=8)),
+        {"queries": 33, "keys": 40, "head_dim": 16, "key_mask": calls.kept(40), "bias": calls.normal(1, 2, 33, 40, seed=8)},
     ),
 }
 

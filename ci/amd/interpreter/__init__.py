@@ -1,4 +1,4 @@
-"""Runs AMD code objects on the CPU, for tests: a stand-in HIP runtime around an interpreter of CDNA instructions. README.md has the rules."""
+"""Runs AMD code objects on the CPU, for tests: a stand-in HIP runtime around an interpreter of CDNA instructions. See README.md."""
 
 from interpreter.build import LIBRARY, build
 from interpreter.device import Device, DeviceFault, Module

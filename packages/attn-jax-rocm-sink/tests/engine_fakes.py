@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import attn_spec
+import jax
 import jaxlib
 import numpy as np
 from attn_jax_rocm_sink import _ffi
@@ -34,6 +35,7 @@ SOURCES = {
 OF_AITER = (CSRC / "ck/engine.cc", TESTS / "fakes/aiter.cc")
 """Compiled twice: with an AITER that takes sinks, and with an old one that does not."""
 PASS = {"forward": 0, "backward": 1}
+_INSTALLED: dict[str, Path] = {}
 
 
 def build(folder: Path) -> tuple[Path, Path]:
@@ -138,10 +140,14 @@ class Fakes:
 def installed(fakes: Fakes, engine: str, monkeypatch: Any) -> Iterator[None]:
     """Put the fakes' handlers in the place of an engine's, on XLA's CPU platform, with the checks of its devices left out.
 
-    XLA keeps a handler under its name for the life of the process, so each library has names of its own there.
+    XLA keeps a handler under its name for the life of the process, so each library has names of its own there; compiled calls of another
+    library are forgotten.
     """
     from attn_jax_rocm_sink import _engines
 
+    if _INSTALLED.get(engine) != fakes.path:
+        jax.clear_caches()
+    _INSTALLED[engine] = fakes.path
     target = _ffi.target
     monkeypatch.setattr(_ffi, "target", lambda name, direction: target(name, direction) + (fakes.path.stem if name == engine else ""))
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any
 
 import attn_jax_rocm_sink
@@ -33,9 +32,17 @@ SINKS = {"vanilla": None, "off_by_one": (0.0, 0.0, 0.0, 0.0), "learnable": (0.5,
 HEADS = {"mha": 4, "gqa": 2, "mqa": 1}
 
 
-@pytest.fixture(params=["native", "rescaled"])
-def ck(request: pytest.FixtureRequest) -> Iterator[Fakes]:
-    return request.getfixturevalue("fake_ck" if request.param == "native" else "fake_old_ck")
+@pytest.fixture(scope="module", params=["native", "rescaled"])
+def generation(request: pytest.FixtureRequest) -> str:
+    """Of the module, so that all tests over one library run together."""
+    return str(request.param)
+
+
+@pytest.fixture
+def ck(generation: str, request: pytest.FixtureRequest) -> Fakes:
+    """The engine over an AITER that takes sinks, then over one that does not."""
+    found: Fakes = request.getfixturevalue("fake_ck" if generation == "native" else "fake_old_ck")
+    return found
 
 
 def call(options: str, sinks: str, heads: str = "gqa", dtype: str = "bfloat16", dims: tuple[int, int] = (16, 8)) -> dict[str, Any]:
@@ -254,6 +261,7 @@ def test_head_dims_and_dtypes_are_a_table(fake_ck: Fakes, dims: tuple[int, int],
 
 def test_an_unknown_gpu_is_refused(fake_ck: Fakes) -> None:
     fake_ck.set_aiter(gpu="gfx1100")
+    jax.clear_caches()
     with pytest.raises(UnsupportedProblem, match=r"GPU gfx1100 \(supported: gfx90a, gfx942, gfx950\)"):
         attn_jax_rocm_sink.attention(**call("causal", "learnable"), engine="ck")
 

@@ -149,6 +149,7 @@ def test_padding_may_hold_anything_and_is_zero() -> None:
         padded = jnp.arange(moving[name].shape[1]) >= lengths[:, None]
         dirty[name] = jnp.where(padded[..., None, None], jnp.nan, moving[name])
     clean, found = run(moving, function), run(dirty, function)
+    assert_bytes(bits(jax.jit(lambda moving: function(**moving))(moving)), clean["out"], "forward alone")
     for name, value in clean.items():
         assert_bytes(found[name], value, name)
     for name in ("out", "dq"):
@@ -223,6 +224,26 @@ def test_dropout_keeps_its_mask_in_the_backward_pass() -> None:
     assert_bytes(bits(out(VALUE, training=False)), bits(without), "inference")
     with pytest.raises(ContractViolation):
         assert_bytes(bits(result), bits(without), "dropout")
+
+
+@pytest.mark.parametrize("kind", [PRE, POST])
+@pytest.mark.parametrize("layout", [SEPARATE, QKVLayout.THD_THD_THD])
+def test_each_gradient_has_the_dtype_of_its_input(kind: AttnBiasType, layout: QKVLayout) -> None:
+    moving = {name: value.astype(jnp.bfloat16) for name, value in inputs(LEARNABLE, (1, H, S, T)).items()} | {"offset": OFFSET}
+
+    def gradients(moving: dict[str, jax.Array], descriptor: SequenceDescriptor) -> Any:
+        def call(moving: dict[str, jax.Array]) -> jax.Array:
+            qkv, options = tuple(moving[name] for name in ("q", "k", "v")), (kind, MASK.PADDING_MASK, layout, LEARNABLE, SCALE, 0.0, True)
+            return fused_attn(qkv, moving["bias"], descriptor, None, *options, softmax_offset=moving["offset"])
+
+        out, pullback = jax.vjp(call, moving)
+        return out, pullback(out)[0]
+
+    out, found = jax.eval_shape(gradients, moving, SequenceDescriptor.from_seqlens(LENGTHS))
+    assert out.dtype == jnp.bfloat16 and out.shape == (B, S, H, V)
+    assert {name: (leaf.dtype, leaf.shape) for name, leaf in found.items()} == {
+        name: (leaf.dtype, leaf.shape) for name, leaf in moving.items()
+    }
 
 
 def test_slopes_of_any_head_count() -> None:

@@ -22,9 +22,9 @@ SCALE = 0.4
 RNG = np.random.default_rng(0)
 Q, KEY, VALUE, WEIGHT = (RNG.standard_normal((B, rows, heads, D)).astype(np.float32) for rows, heads in ((S, H), (T, K), (T, K), (S, H)))
 SINKS = np.array([2.0, -8.0, 20.0, 0.5], np.float32)
-# Row 0: two segments, then padding; row 1: padding between two segments, one of them without keys.
-LENGTHS_Q, STARTS_Q = np.array([[3, 4, -1], [2, 5, -1]]), np.array([[0, 3, -1], [0, 4, -1]])
-LENGTHS_K, STARTS_K = np.array([[5, 2, -1], [0, 8, -1]]), np.array([[0, 7, -1], [0, 2, -1]])
+# Row 0: a segment, one without keys, then padding; row 1: a segment without queries, padding, and another one.
+LENGTHS_Q, STARTS_Q = np.array([[3, 4, -1], [0, 5, -1]]), np.array([[0, 3, -1], [0, 4, -1]])
+LENGTHS_K, STARTS_K = np.array([[5, 0, -1], [2, 8, -1]]), np.array([[0, 7, -1], [0, 2, -1]])
 
 
 def ids_of(lengths: np.ndarray, starts: np.ndarray, size: int) -> np.ndarray:
@@ -111,6 +111,29 @@ def test_each_segment_has_the_bytes_of_the_segment_alone(descriptor: SequenceDes
     assert_all(gradients(descriptor, arrays(), window=(6, 0)), varlen(causal=True, window=(6, 0)))
 
 
+def test_vmap_and_checkpoint_move_no_bit() -> None:
+    """Two batches at once, and a recomputed forward, give the output and gradients of one call each."""
+    flipped = arrays() | {"q": Q[::-1].copy(), "sinks": SINKS[::-1].copy()}
+    both = {name: jnp.stack([arrays()[name], flipped[name]]) for name in flipped}
+
+    def loss(moving: dict[str, Any]) -> jax.Array:
+        return (jax.checkpoint(lambda moving: packed(moving, BY_IDS))(moving) * WEIGHT).sum()
+
+    mapped = jax.jit(jax.vmap(jax.grad(loss)))(both)
+    for index, item in enumerate((arrays(), flipped)):
+        expected = gradients(BY_IDS, item)
+        for name in item:
+            assert_bytes(bits(mapped[name][index]), expected[f"d{name}"], name)
+
+
+def test_64_bit_mode_moves_no_bit() -> None:
+    expected = gradients(BY_IDS, arrays(), window=(6, 0))
+    with jax.enable_x64(True):
+        wide = SequenceDescriptor.from_segment_ids_and_pos((IDS[0].astype(np.int64), IDS[1].astype(np.int64)))
+        assert wide.segment_ids is not None and wide.segment_ids[0].dtype == np.int64
+        assert_all(gradients(wide, arrays(), window=(6, 0)), expected)
+
+
 def test_segments_without_a_causal_mask() -> None:
     found = gradients(BY_LENGTHS, arrays(), mask=AttnMaskType.PADDING_MASK)
     assert_all(found, varlen(causal=False))
@@ -132,12 +155,12 @@ def test_padding_and_other_segments_may_hold_anything() -> None:
     dirty["q"][IDS[0] == 0] = dirty["k"][IDS[1] == 0] = dirty["v"][IDS[1] == 0] = np.nan
     assert_all(gradients(BY_IDS, dirty), clean)
     # A NaN inside one segment spoils that segment's rows and nothing else.
-    dirty["v"][0][IDS[1][0] == 2] = np.nan
+    dirty["v"][0][IDS[1][0] == 1] = np.nan
     spoiled = gradients(BY_IDS, dirty)
     other = np.ones((B, S), bool)
-    other[0] = IDS[0][0] != 2
+    other[0] = IDS[0][0] != 1
     assert_bytes(spoiled["out"][other], clean["out"][other], "other segments")
-    assert np.isnan(spoiled["out"][0][IDS[0][0] == 2][-1]).all()
+    assert np.isnan(spoiled["out"][0][IDS[0][0] == 1][-1]).all()
 
 
 def test_positions_place_the_rows_of_a_segment() -> None:

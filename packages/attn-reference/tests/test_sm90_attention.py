@@ -50,7 +50,7 @@ def exact(q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None = None) -> tuple
 
 
 def rms(found: Tensor, expected: Tensor) -> float:
-    return float((found.detach().double() - expected).square().mean().sqrt())
+    return float((found.double() - expected).detach().square().mean().sqrt())
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)

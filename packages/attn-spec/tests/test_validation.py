@@ -33,7 +33,7 @@ def test_only_used_options_are_features(options: dict[str, object], features: se
     assert describe("attention", {"q": Q, "k": K, "v": V}, options).features == features
 
 
-@pytest.mark.parametrize("start", (3, -3))
+@pytest.mark.parametrize("start", (3, 0, -3))
 def test_a_start_is_a_feature(start: int) -> None:
     assert "q_start" in describe("attention", {"q": Q, "k": K, "v": V}, {"q_start": start}).features
 

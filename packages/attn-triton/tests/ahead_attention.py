@@ -109,10 +109,10 @@ def described(arch, case, name, options, compiled):
     return found | {"assembly": compiled.asm["ptx"], **{key.lower(): value for key, value in resources.items()}}
 
 
-def compiled_cases(arch, names):
+def compiled_cases(arch, names, cases=CASES):
     for case in names:
         with _compiling(arch) as launches:
-            CASES[case]()
+            cases[case]()
         seen = set()
         for name, options, compiled in launches:
             if compiled.hash not in seen:

@@ -62,9 +62,12 @@ def test_bytes_equal_the_model(name: str) -> None:
 @pytest.mark.parametrize("name", ("three segments, many rows", "starts, many rows", "window", "lengths", "starts"))
 def test_splitting_by_segments_moves_no_bit(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     problem = CALLS[name]()
-    for few in (0, 1 << 30):
-        monkeypatch.setattr(_sm90_launch, "FEW_PROGRAMS", few)
-        assert_same(on_gpu(problem), problem.results(attn_reference), f"{name}, split below {few} programs")
+    wanted = problem.results(attn_reference)
+    with monkeypatch.context() as whole:
+        whole.setattr(_sm90_launch, "_segments", lambda *_: 1)
+        assert_same(on_gpu(problem), wanted, f"{name}, whole")
+    monkeypatch.setattr(_sm90_launch, "FEW_PROGRAMS", 1 << 30)
+    assert_same(on_gpu(problem), wanted, f"{name}, split")
 
 
 def other_configs(config: Sm90Config) -> Iterator[Sm90Config]:
@@ -75,7 +78,7 @@ def other_configs(config: Sm90Config) -> Iterator[Sm90Config]:
         keys=TileConfig(64, 4, 1, others=16),
     )  # fmt: skip
     yield Sm90Config(
-        forward=TileConfig(64, 4, 2), segments=TileConfig(64, 4, 2), merge=config.merge, delta=config.delta,
+        forward=TileConfig(128, 8, 2), segments=TileConfig(64, 4, 2), merge=config.merge, delta=config.delta,
         queries=TileConfig(32, 4, 2), keys=TileConfig(128, 8, 2, others=32),
     )  # fmt: skip
 
@@ -101,11 +104,14 @@ def test_batch_size_and_slot(head_dim: int) -> None:
 
 def test_neighbours_lengths() -> None:
     """A neighbour's queue grows from 9 to 10 tokens beside a decode step."""
+    problem = packed((1, 10), (1500, 10))
     results = []
     for length in (9, 10):
-        problem = packed((1, length), (1500, length), window=(None, 0))
-        found = on_gpu(problem)
-        results.append({"out": found["out"][3:4], "lse": found["lse"][:, 3:4], "dq": found["dq"][3:4], "dk": found["dk"][3:1503]})
+        offsets = {"cu_seqlens_q": torch.tensor([3, 4, 4 + length]), "cu_seqlens_k": torch.tensor([3, 1503, 1503 + length])}
+        found = on_gpu(problem.edited(**offsets))
+        assert not torch.equal(found["out"][4:], torch.zeros_like(found["out"][4:]))
+        results.append({**{name: found[name][3:4] for name in ("out", "dq")}, **{name: found[name][3:1503] for name in ("dk", "dv")}})
+        results[-1]["lse"] = found["lse"][:, 3:4]
     assert_same(results[1], results[0], "9 and 10 tokens")
 
 

@@ -10,6 +10,7 @@ import datetime
 import platform
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 from attn_spec import Call
@@ -63,6 +64,22 @@ def golden_calls() -> dict[str, Call]:
             "joint_attn_av_gemm", {"probs": (1, 4, 5, 40), "v": (1, 2, 40, 9)}, "out", (1, 4, 5, 9), "bfloat16", "bfloat16"
         ),
     }
+
+
+def tensor_core_calls() -> dict[str, Call]:
+    """Calls of sm90-v1 by file name, recorded on a GPU: causal groups, a segment's edge with sinks and a window, and packed input."""
+    small: dict[str, Any] = {"head_dim": 64, "heads": 2, "kv_heads": 1}
+    calls = {
+        "attention-sm90-causal-bfloat16": problems.attention(batch=1, queries=20, keys=40, dtype="bfloat16", wrt=QKV, **small),
+        "attention-sm90-segments-float16": problems.attention(
+            batch=1, queries=7, keys=50, k_start=1000, window=(40, 0), dtype="float16", with_sinks=True, wrt=(*QKV, "sinks"), **small
+        ),
+        "attention-sm90-wide-bfloat16": problems.attention(
+            batch=1, heads=1, kv_heads=1, queries=12, keys=30, head_dim=128, causal=False, dtype="bfloat16", wrt=QKV
+        ),
+        "varlen-sm90-float16": problems.varlen((3, 0, 9), (5, 4, 17), trailing=2, dtype="float16", wrt=QKV, **small),
+    }
+    return {name: replace(call, contract="sm90-v1") for name, call in calls.items()}
 
 
 def main(arguments: list[str] | None = None) -> None:

@@ -4,6 +4,7 @@
 #include <algorithm>
 #include <numeric>
 
+#include "attn/host/float_environment.h"
 #include "memory.h"
 #include "table.h"
 
@@ -256,6 +257,7 @@ const Table& table() {
 }
 
 void run(const Program& program, const Kernel& kernel, Launch launch) {
+  const attn::host::DefaultFloatEnvironment environment;  // XLA's threads flush subnormals
   if (launch.kernarg.size() < kernel.kernarg_bytes) launch.kernarg.resize(kernel.kernarg_bytes, 0xA5);
   fill_hidden(kernel, launch);
   Dispatch dispatch(program, kernel, launch);

@@ -1,4 +1,4 @@
-// VOPC: comparisons that write a mask; v_cmpx writes EXEC as well.
+// VOPC: comparisons that write a mask.
 #include <cmath>
 
 #include "scalar.h"
@@ -6,23 +6,20 @@
 namespace amd {
 namespace {
 
-template <typename F, bool execute>
+template <typename F>
 void run_compare(Wave& w, const Instruction& in) {
   alignas(64) uint8_t flags[kLanes];
   Lanes<bool> results;
   apply<F>(w, in, results.x);
   for (int lane = 0; lane < kLanes; ++lane) flags[lane] = results.x[lane];
-  const uint64_t mask = mask_of(flags) & w.exec();
-  write_scalar(w, in.operand[0], mask);
-  if (execute) w.set_pair(kExec, mask);
+  write_scalar(w, in.operand[0], mask_of(flags) & w.exec());
 }
 
 template <typename F>
 void compare(Table& table, const std::string& name, F) {
   auto types = types_of<F>(static_cast<typename Signature<F>::Arguments*>(nullptr));
   types[0] = Type::b64;
-  table.add("v_cmp_" + name, {run_compare<F, false>, types, kSdwa | kInputs});
-  table.add("v_cmpx_" + name, {run_compare<F, true>, types, kSdwa | kInputs});
+  table.add("v_cmp_" + name, {run_compare<F>, types, kSdwa | kInputs});
 }
 
 template <typename T>

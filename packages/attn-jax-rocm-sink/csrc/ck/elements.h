@@ -7,7 +7,7 @@
 #include <cstdint>
 
 #include "../config.h"
-#include "attn/float_bits.h"
+#include "attn/ordered.h"
 
 namespace attn::ck {
 
@@ -74,20 +74,8 @@ struct Fill {
 };
 ATTN_HD void element(const Fill& a, int64_t index) { a.data[index] = a.value; }
 
-// Share of the keys in a row whose log-sum-exp without the sink is `lse`: sigmoid(lse - sink). 0 without a visible key.
-ATTN_HD float share_of_keys(float lse, float sink) {
-  if (sink == -INFINITY) return 1.0f;
-  if (lse == -INFINITY) return 0.0f;
-  return 1.0f / (1.0f + expf(sink - lse));
-}
-
-// log(exp(lse) + exp(sink)).
-ATTN_HD float with_sink(float lse, float sink) {
-  if (sink == -INFINITY) return lse;
-  if (lse == -INFINITY) return sink;
-  const float most = lse > sink ? lse : sink, least = lse > sink ? sink : lse;
-  return most + log1pf(expf(least - most));
-}
+// A row whose log-sum-exp without the sink is `lse`, with its sink merged in: one state (lse, 1) and one more (sink, 1).
+ATTN_HD RowState with_sink(float lse, float sink) { return merge(RowState{lse, 1.0f}, RowState{sink, 1.0f}); }
 
 // Exact sinks over an output and a log-sum-exp without them: first the output [outer, heads, rows, columns], then the rows.
 struct RescaleOut {
@@ -102,7 +90,9 @@ ATTN_HD void element(const RescaleOut& a, int64_t index) {
   const int64_t row = index / a.columns, column = index % a.columns;
   const RowIndex at = row_index(row, a.heads, a.rows);
   const int64_t offset = at.outer * a.strides.batch + at.head * a.strides.head + at.row * a.strides.row + column * a.strides.column;
-  const float share = share_of_keys(a.lse[row], a.sinks[at.head]);
+  const float lse = a.lse[row];
+  if (lse == kGap) return;
+  const float share = lse == negative_infinity() ? 0.0f : probability(lse, with_sink(lse, a.sinks[at.head]));
   store(a.out, a.dtype, offset, share == 0.0f ? 0.0f : share * load(a.out, a.dtype, offset));
 }
 
@@ -113,7 +103,7 @@ struct RescaleRows {
 };
 ATTN_HD void element(const RescaleRows& a, int64_t index) {
   const float lse = a.lse[index];
-  a.lse[index] = lse == kGap ? -INFINITY : with_sink(lse, a.sinks[row_index(index, a.heads, a.rows).head]);
+  a.lse[index] = lse == kGap ? negative_infinity() : log_sum_exp(with_sink(lse, a.sinks[row_index(index, a.heads, a.rows).head]));
 }
 
 // Gradient of a row's sink: -exp(sink - lse) * (dout . out), with the log-sum-exp that includes the sink. The true output is read, so
@@ -131,12 +121,13 @@ ATTN_HD void element(const SinkTerms& a, int64_t index) {
   const RowIndex at = row_index(index, a.heads, a.rows);
   const float sink = a.sinks[at.head], lse = a.lse[index];
   float term = 0.0f;
-  if (sink != -INFINITY && lse != -INFINITY) {
+  if (sink != negative_infinity() && lse != negative_infinity()) {
     const int64_t offset = at.outer * a.strides.batch + at.head * a.strides.head + at.row * a.strides.row;
     float product = 0.0f;
     for (int64_t column = 0; column < a.columns; ++column)
       product += load(a.dout, a.dtype, offset + column * a.strides.column) * load(a.out, a.dtype, offset + column * a.strides.column);
-    term = -expf(sink - lse) * product;
+    const float below = sink - lse;  // above 0 by the rounding of lse alone
+    term = -exp_nonpositive(below > 0.0f ? 0.0f : below) * product;
   }
   a.terms[index] = term;
 }

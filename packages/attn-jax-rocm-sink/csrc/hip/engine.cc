@@ -37,6 +37,8 @@ std::string HipEngine::refuse(const Config& config, Pass) const {
                   strided(config.out, config.value_dim),
               "columns that are not contiguous");
   reasons.add(config.alignment == Alignment::top_left, "top-left alignment without q_start (supported: q_start)");
+  reasons.add(has_bias(config) && config.bias_dtype != DType::float32,
+              std::string("a bias in ") + name_of(config.bias_dtype) + " (supported: float32)");
   reasons.add(config.packed != 0 && has_bias(config), "a bias of packed input");
   reasons.add(config.packed != 0 && config.key_padding_mask != 0, "a key padding mask of packed input");
   return reasons.text();

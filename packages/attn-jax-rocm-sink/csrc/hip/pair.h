@@ -16,7 +16,7 @@ struct Query {
 // Final score of a visible pair from its chain.
 __device__ inline float final_score(const Attention& attention, const Item& item, const Row& row, int64_t key, float chain) {
   const float scaled = mul(chain, attention.scale);
-  const float* bias = attention.tensors.bias;
+  const auto* bias = static_cast<const float*>(attention.tensors.bias);
   if (bias == nullptr) return scaled;
   const Strides& strides = attention.bias_strides;
   return add(scaled, bias[item.batch * strides.batch + row.head * strides.head + row.query * strides.row + key * strides.column]);
@@ -28,8 +28,8 @@ __device__ inline bool is_kept(const Attention& attention, const Item& item, con
   if (dropout.threshold == 0) return true;
   const uint32_t* words = attention.tensors.dropout_seed;
   dropout.seed = static_cast<uint64_t>(words[1]) << 32 | words[0];
-  return keeps(dropout, words[2] + static_cast<uint32_t>(item.batch), words[3] + static_cast<uint32_t>(row.head),
-               static_cast<uint32_t>(row.query), static_cast<uint32_t>(key));
+  const uint32_t batch = words[2] + static_cast<uint32_t>(item.batch), head = words[3] + static_cast<uint32_t>(row.head);
+  return keeps(dropout, batch, head, static_cast<uint32_t>(row.query), static_cast<uint32_t>(key));
 }
 
 // P or dS of a masked pair, which has no term. No other value has these bits, by the zero rule and because P is not negative.

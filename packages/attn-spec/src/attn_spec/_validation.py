@@ -194,7 +194,9 @@ def _used(options: Mapping[str, Any]) -> set[str]:
         used.add("window")
     if options.get("dropout_p", 0.0) > 0.0:
         used.add("dropout")
-    return used | {name for name in ("return_lse", "q_start", "k_start") if options.get(name) not in (None, False)}
+    if options.get("return_lse"):
+        used.add("return_lse")
+    return used | {name for name in ("q_start", "k_start") if options.get(name) is not None}
 
 
 def _qk_gemm(given: Mapping[str, ArrayInfo], options: Mapping[str, Any]) -> tuple[dict[str, int], set[str]]:

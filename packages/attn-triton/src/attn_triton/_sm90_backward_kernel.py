@@ -13,7 +13,7 @@ import triton.language as tl
 from attn_triton._device_function import device_function
 from attn_triton._scores_kernel import row_values
 from attn_triton._sm90_arithmetic_kernel import LOG2E, add_rn, ex2, tree_sum
-from attn_triton._sm90_forward_kernel import again, find_rows, key_block, key_phase, key_tiles, query_block
+from attn_triton._sm90_forward_kernel import again, find_block, key_block, key_phase, key_tiles, query_block
 from attn_triton._visibility_kernel import item_of, rows_at, sizes_of
 
 __all__ = [
@@ -89,7 +89,7 @@ def attention_delta(
 ):
     """delta, and ``origin``, the exponents' reference ``RN(LSE * log2 e)`` (+inf for a dead row), in the workspace."""
     sizes = sizes_of(sizes)
-    item, kv_head, block = find_rows(arrays, sizes, plan, per_item, tl.program_id(0))
+    item, kv_head, block = find_block(arrays, sizes, plan, per_item, tl.program_id(0), True)
     if block < 0:
         return
     rows = rows_at(arrays, sizes, item, kv_head, block * ROWS, ROWS)
@@ -157,7 +157,7 @@ def attention_query_gradients(
 ):
     """dq of a block of rows: key tiles ascending."""
     sizes = sizes_of(sizes)
-    item, kv_head, block = find_rows(arrays, sizes, plan, per_item, tl.program_id(0))
+    item, kv_head, block = find_block(arrays, sizes, plan, per_item, tl.program_id(0), True)
     if block < 0:
         return
     rows = rows_at(arrays, sizes, item, kv_head, block * ROWS, ROWS)
@@ -228,7 +228,7 @@ def attention_key_gradients(
     MASKED: some query may see a part of the keys (causal or a window). Keys at or past the end of the item get +0.
     """
     sizes = sizes_of(sizes)
-    item, kv_head, block = find_rows(arrays, sizes, plan, per_item, tl.program_id(0))
+    item, kv_head, block = find_block(arrays, sizes, plan, per_item, tl.program_id(0), False)
     if block < 0:
         return
     first_key = (block * KEYS).to(tl.int32)

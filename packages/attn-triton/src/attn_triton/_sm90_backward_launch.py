@@ -89,7 +89,8 @@ class _Backward:
         )
 
     def key_gradients(self, dk: Tensor, dv: Tensor) -> None:
-        config, inputs = self.config.keys, self.inputs
+        inputs = self.inputs
+        config = self.config.keys
         grid = key_grid(inputs, self.problem.sizes, config.owners)
         if grid.programs == 0 or dk.numel() == 0:
             return

@@ -40,20 +40,21 @@ class Sm90Config:
 
 CONFIGS = {
     64: Sm90Config(
-        forward=TileConfig(64, 4, 2),
+        forward=TileConfig(64, 4, 3),
         segments=TileConfig(16, 4, 2),
         merge=TileConfig(1, 2, 4),
         delta=TileConfig(64, 4, 1),
-        queries=TileConfig(128, 8, 2),
-        keys=TileConfig(128, 8, 3, others=64),
+        queries=TileConfig(64, 4, 3),
+        keys=TileConfig(64, 4, 2, others=64),
     ),
     128: Sm90Config(
-        forward=TileConfig(128, 8, 2),
+        forward=TileConfig(64, 4, 1),
         segments=TileConfig(16, 4, 2),
         merge=TileConfig(1, 4, 4),
         delta=TileConfig(64, 4, 1),
         queries=TileConfig(128, 8, 2),
-        keys=TileConfig(128, 8, 3, others=64),
+        keys=TileConfig(64, 4, 2, others=64),
     ),
 }
-"""By head dim, the quickest of those tried on one H200 (Triton 3.6, 2026-11-30)."""
+"""By head dim, the quickest of those tried on one H200 (Triton 3.6, 2026-11-30). Two or three programs of 64 rows share a processor, so
+that its tensor cores have work while one of them takes exponentials."""

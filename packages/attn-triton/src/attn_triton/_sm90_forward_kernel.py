@@ -15,7 +15,16 @@ from attn_triton._scores_kernel import row_values
 from attn_triton._sm90_arithmetic_kernel import class_sums, empty_state, ex2, finish, merge, row_sum, zero_if_dead
 from attn_triton._visibility_kernel import item_of, rows_at, sizes_of
 
-__all__ = ["SEGMENT_KEYS", "TILE_KEYS", "attention_forward", "attention_merge", "attention_segments", "find_rows", "key_block", "key_tiles"]
+__all__ = [
+    "SEGMENT_KEYS",
+    "TILE_KEYS",
+    "attention_forward",
+    "attention_merge",
+    "attention_segments",
+    "find_block",
+    "key_block",
+    "key_tiles",
+]
 
 NEGATIVE_INFINITY = tl.constexpr(float("-inf"))
 TILE_KEYS = 128
@@ -27,16 +36,18 @@ FAR = tl.constexpr(0x7FFFFFFF)
 
 
 @device_function
-def find_rows(arrays, sizes, plan, per_item, program):
-    """What program number ``program`` does: item, kv head and block of rows (int64; -1: nothing).
+def find_block(arrays, sizes, plan, per_item, program, LAST_FIRST: tl.constexpr):
+    """What program number ``program`` does: item, kv head and block of rows or keys (int64; -1: nothing).
 
-    Blocks of one head lie side by side in the grid, so that its keys are read from the cache, and the last ones, which see most keys under
-    causality, start first. Packed: ``plan`` [segments + 1] counts the blocks before each segment.
+    Blocks of one head lie side by side in the grid, so that its other side is read from the cache. Under causality the last rows and the
+    first keys have most work, and start first. Packed: ``plan`` [segments + 1] counts the blocks before each segment.
     """
     program = program.to(tl.int64)
     if plan is None:
         outer = program // per_item
-        block = per_item - 1 - (program - outer * per_item)
+        block = program - outer * per_item
+        if LAST_FIRST:
+            block = per_item - 1 - block
         batch = outer // sizes.kv_heads
         kv_head = outer - batch * sizes.kv_heads
     else:
@@ -53,7 +64,10 @@ def find_rows(arrays, sizes, plan, per_item, program):
             high = tl.where(before, high, middle)
         batch = low
         through = tl.load(plan + low + 1)
-        block = tl.where((kv_head < sizes.kv_heads) & (outer < through), through - 1 - outer, -1)
+        block = outer - tl.load(plan + low)
+        if LAST_FIRST:
+            block = through - 1 - outer
+        block = tl.where((kv_head < sizes.kv_heads) & (outer < through), block, -1)
         kv_head = tl.minimum(kv_head, sizes.kv_heads - 1)
     return item_of(arrays, sizes, batch), kv_head, block
 
@@ -192,7 +206,7 @@ def attention_forward(
     middle of a tile; GARBAGE: tiles may hold rows at or past the end of the item's keys.
     """
     sizes = sizes_of(sizes)
-    item, kv_head, block = find_rows(arrays, sizes, plan, per_item, tl.program_id(0))
+    item, kv_head, block = find_block(arrays, sizes, plan, per_item, tl.program_id(0), True)
     if block < 0:
         return
     rows = rows_at(arrays, sizes, item, kv_head, block * ROWS, ROWS)
@@ -248,7 +262,7 @@ def attention_segments(
     """
     sizes = sizes_of(sizes)
     program = tl.program_id(0)
-    item, kv_head, block = find_rows(arrays, sizes, plan, per_item, program // segments)
+    item, kv_head, block = find_block(arrays, sizes, plan, per_item, program // segments, True)
     if block < 0:
         return
     segment = program % segments
@@ -305,7 +319,7 @@ def attention_merge(
 ):
     """out and LSE of a block of rows from the states of its segments, ascending."""
     sizes = sizes_of(sizes)
-    item, kv_head, block = find_rows(arrays, sizes, plan, per_item, tl.program_id(0))
+    item, kv_head, block = find_block(arrays, sizes, plan, per_item, tl.program_id(0), True)
     if block < 0:
         return
     rows = rows_at(arrays, sizes, item, kv_head, block * ROWS, ROWS)

@@ -90,11 +90,13 @@ def rows_of_tiles(tensor: Tensor, packed: bool, size: int) -> TensorDescriptor:
 def _segments(inputs: AttentionInputs, problem: Problem) -> int:
     """Key segments that become programs of their own, or 1. Only a question of speed: both ways give the same bits.
 
-    Packed calls stay whole, since how many keys their segments have is known on the device alone.
+    Rows that fill no more than the smallest block (decode) are always split. Packed calls stay whole, since how many keys their segments
+    have is known on the device alone.
     """
-    sizes = problem.sizes
-    programs = sizes.batch * sizes.kv_heads * -(-sizes.queries * sizes.group // CONFIGS[inputs.q.shape[-1]].forward.owners)
-    if inputs.packed or programs >= FEW_PROGRAMS:
+    sizes, configs = problem.sizes, CONFIGS[inputs.q.shape[-1]]
+    rows = sizes.queries * sizes.group
+    programs = sizes.batch * sizes.kv_heads * -(-rows // configs.forward.owners)
+    if inputs.packed or (rows > configs.segments.owners and programs >= FEW_PROGRAMS):
         return 1
     lead = 0 if inputs.k_start is None else kernel.SEGMENT_KEYS - 1
     return -(-(sizes.keys + lead) // kernel.SEGMENT_KEYS)

@@ -72,7 +72,11 @@ class Rows(NamedTuple):
 
 
 class Keys(NamedTuple):
-    """Keys of consecutive slots, vectors [N]: ``stored`` position (int32, 0 where there is none) and ``present``."""
+    """Keys of consecutive slots, vectors [N]: ``stored`` position (int32, of no meaning where there is none) and ``present``.
+
+    Without a padding mask the positions are consecutive for the compiler too: a selection in their place would hide it, and then Triton
+    3.6 has the lanes of a warp read one key's columns, each in a cache line of its own.
+    """
 
     stored: Any
     present: Any
@@ -198,8 +202,7 @@ def rows_at(arrays, sizes, item, kv_head, first, M: tl.constexpr):
 def rows_of_head(arrays, sizes, item, head, first, last, M: tl.constexpr):
     """Queries [first, min(first + M, last)) of one head, int64: no division, so that it may stand in an inner loop."""
     query = first + tl.arange(0, M)
-    present = query < last
-    return _rows_of(arrays, sizes, item, head, tl.where(present, query, 0), present)
+    return _rows_of(arrays, sizes, item, head, query, query < last)
 
 
 @device_function
@@ -236,9 +239,9 @@ def keys_at(arrays, sizes, item, first, N: tl.constexpr):
     """Keys of the slots [first, first + N)."""
     logical = first + tl.arange(0, N) - item.shift
     present = (logical >= 0) & (logical < item.count)
-    stored = tl.where(present, logical, 0)
+    stored = logical
     if arrays.key_index is not None:
-        stored = tl.load(arrays.key_index + item.batch * sizes.keys + stored, mask=present, other=0)
+        stored = tl.load(arrays.key_index + item.batch * sizes.keys + tl.where(present, logical, 0), mask=present, other=0)
     return Keys(stored, present)
 
 

@@ -166,7 +166,8 @@ _KEYWORDS = {
 def _applies(options: argparse.Namespace) -> None:
     """Refuse an option that the operator does not have, and sizes that no array can have."""
     for name, operators in _KEYWORDS.items():
-        if getattr(options, name) not in (None, False) and options.op not in operators:
+        value = getattr(options, name)
+        if value is not None and value is not False and options.op not in operators:
             raise ValueError(f"--{name} does not apply to {options.op}; it is an option of {', '.join(operators)}")
     for name, least in (("batch", 1), ("heads", 1), ("seq", 0), ("keys", 0), ("kv_heads", 0), ("head_dim", 0), ("value_dim", 0)):
         value = getattr(options, name)

@@ -1,0 +1,228 @@
+"""Attention of contract sm90-v1 on one Hopper GPU beside its peers, in one process, interleaved, medians of random data.
+
+Peers: torch's scaled_dot_product_attention (cuDNN, flash), FlexAttention, and FlashAttention 3 and 4 where they can be imported (FA4 runs
+its deterministic backward). Rates count 4*D operations for each visible pair forward and 10*D backward, whatever a kernel recomputes.
+Decode is timed as a CUDA graph, with the bytes of the keys and values that it reads. Before anything is timed, rows of the output are
+compared in bytes with the CPU model, and errors against float64 are taken beside those of torch's flash attention.
+
+    python benchmarks/sm90_gpu.py --output sm90.json [--rounds 10] [--cases d128,d64-causal] [--seconds 120]
+"""
+
+from __future__ import annotations
+
+import importlib
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import attn_reference
+import measuring
+import torch
+from attn_spec import UnsupportedProblem, get_op
+from measuring import Call, Report, Row, demand_same_bytes, durations, flush_buffer, interleaved, usable
+from torch import Tensor
+from torch.nn.attention import SDPBackend, sdpa_kernel
+
+CONTRACT = "sm90-v1"
+FORWARD_FLOP, BACKWARD_FLOP = 4, 10
+
+
+@dataclass(frozen=True, kw_only=True)
+class Layer:
+    """One problem, bfloat16; ``queries`` 1 is a decode step."""
+
+    batch: int = 2
+    heads: int = 16
+    kv_heads: int = 16
+    queries: int = 8192
+    keys: int = 8192
+    head_dim: int = 128
+    causal: bool = False
+
+    @property
+    def decode(self) -> bool:
+        return self.queries == 1
+
+    def flop(self, direction: str) -> float:
+        pairs = self.batch * self.heads * self.queries * self.keys * (0.5 if self.causal and not self.decode else 1)
+        return (FORWARD_FLOP if direction == "forward" else BACKWARD_FLOP) * pairs * self.head_dim
+
+    @property
+    def cache_bytes(self) -> int:
+        return 2 * 2 * self.batch * self.kv_heads * self.keys * self.head_dim
+
+    def tensors(self) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """q, k, v and the cotangent of out."""
+        generator = torch.Generator(device="cuda").manual_seed(20261130)
+
+        def draw(heads: int, rows: int) -> Tensor:
+            return torch.randn((self.batch, heads, rows, self.head_dim), generator=generator, device="cuda").to(torch.bfloat16)
+
+        return (
+            draw(self.heads, self.queries),
+            draw(self.kv_heads, self.keys),
+            draw(self.kv_heads, self.keys),
+            draw(self.heads, self.queries),
+        )
+
+
+LAYERS = {
+    "d128": Layer(),
+    "d128-causal": Layer(causal=True),
+    "qwen-image-4608": Layer(batch=1, heads=24, kv_heads=24, queries=4608, keys=4608),
+    "d128-32/8-causal": Layer(heads=32, kv_heads=8, causal=True),
+    "d64": Layer(heads=32, kv_heads=32, head_dim=64),
+    "d64-causal": Layer(heads=32, kv_heads=32, head_dim=64, causal=True),
+    "gpt-oss-64/8-causal": Layer(batch=1, heads=64, kv_heads=8, head_dim=64, causal=True),
+    "decode-b32-4k": Layer(batch=32, heads=32, kv_heads=8, queries=1, keys=4096),
+    "decode-b1-32k": Layer(batch=1, heads=32, kv_heads=8, queries=1, keys=32768),
+}
+
+
+def _torch(q: Tensor, k: Tensor, v: Tensor, *, kind: SDPBackend, causal: bool) -> Tensor:
+    with sdpa_kernel(kind):
+        return torch.nn.functional.scaled_dot_product_attention(q, k, v, is_causal=causal, enable_gqa=q.shape[1] != k.shape[1])
+
+
+def _flex(layer: Layer) -> Callable[..., Tensor]:
+    from torch.nn.attention.flex_attention import create_block_mask, flex_attention
+
+    mask = None
+    if layer.causal and not layer.decode:
+        mask = create_block_mask(lambda b, h, i, j: i >= j, None, None, layer.queries, layer.keys, device="cuda")
+    compiled = torch.compile(flex_attention, dynamic=False)
+    return partial(compiled, block_mask=mask, enable_gqa=layer.heads != layer.kv_heads)
+
+
+def _flash(module: str, **keywords: Any) -> Callable[..., Tensor]:
+    """``flash_attn_func`` of a package, which takes [B, S, H, D]."""
+    function = importlib.import_module(module).flash_attn_func
+
+    def call(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        found = function(q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2), **keywords)
+        return (found[0] if isinstance(found, tuple) else found).transpose(1, 2)
+
+    return call
+
+
+def contenders(layer: Layer, backends: list[str]) -> dict[str, Callable[[], Callable[..., Tensor]]]:
+    """What makes each contender; making one may fail, which refuses it."""
+    causal = layer.causal and not layer.decode
+    found: dict[str, Callable[[], Callable[..., Tensor]]] = {name: partial(_ours, name, causal=causal) for name in backends}
+    found |= {
+        "torch cudnn": lambda: partial(_torch, kind=SDPBackend.CUDNN_ATTENTION, causal=causal),
+        "torch flash": lambda: partial(_torch, kind=SDPBackend.FLASH_ATTENTION, causal=causal),
+        "flex": partial(_flex, layer),
+        "fa3": partial(_flash, "fa3_fwd_interface", causal=causal),
+        "fa4 deterministic": partial(_flash, "flash_attn.cute", causal=causal, deterministic=True),
+    }
+    return found
+
+
+def _ours(name: str, *, causal: bool) -> Callable[..., Tensor]:
+    return partial(get_op("attention", device="cuda", backend=name, contract=CONTRACT).forward, causal=causal)
+
+
+def check(name: str, operator: Callable[..., Any], layer: Layer, data: tuple[Tensor, ...]) -> Row:
+    """Bytes of the last rows of one head against the CPU model, and errors against float64 beside torch's flash attention."""
+    q, k, v = (tensor[-1:, -1:] for tensor in data[:3])
+    rows = slice(max(0, layer.queries - 16), None)
+    out = operator(*data[:3])[-1:, -1:, rows]
+    causal = layer.causal and not layer.decode
+    wanted = attn_reference.attention(q[:, :, rows].cpu(), k.cpu(), v.cpu(), causal=causal, contract=CONTRACT)
+    demand_same_bytes({"the CPU model": [wanted], name: [out.cpu()]}, "the last rows of a head")
+    scores = q[:, :, rows].double() @ k.double().mT / math.sqrt(layer.head_dim)
+    if causal:
+        last = torch.arange(layer.keys, device="cuda")
+        scores = scores.masked_fill(last > last[rows, None], -torch.inf)
+    exact = torch.softmax(scores, -1) @ v.double()
+    flash = _torch(q, k, v, kind=SDPBackend.FLASH_ATTENTION, causal=causal)[:, :, rows]
+    found: Row = {}
+    for label, tensor in (("ours", out), ("torch flash", flash)):
+        error = tensor.double() - exact
+        found[label] = {"max": float(error.abs().max()), "rms": float(error.square().mean().sqrt())}
+    return found
+
+
+def calls_of(operator: Callable[..., Any], layer: Layer, data: tuple[Tensor, ...]) -> dict[str, Call]:
+    """Forward without autograd, and backward over a kept graph; a decode step is a graph."""
+    q, k, v, dout = data
+
+    def forward() -> Any:
+        with torch.no_grad():
+            return operator(q, k, v)
+
+    forward()
+    if layer.decode:
+        graph = torch.cuda.CUDAGraph()
+        torch.cuda.synchronize()
+        with torch.cuda.graph(graph):
+            forward()
+        return {"forward": graph.replay}
+    return {"forward": forward, **_backward(operator, q, k, v, dout)}
+
+
+def _backward(operator: Callable[..., Any], q: Tensor, k: Tensor, v: Tensor, dout: Tensor) -> dict[str, Call]:
+    leaves = [tensor.detach().requires_grad_() for tensor in (q, k, v)]
+    out = operator(*leaves)
+    if not out.requires_grad:
+        return {}
+
+    def backward() -> Any:
+        return torch.autograd.grad(out, leaves, dout, retain_graph=True)
+
+    backward()
+    return {"backward": backward}
+
+
+def run_case(name: str, layer: Layer, backends: list[str], report: Report, rounds: int, flush: Tensor) -> None:
+    data = layer.tensors()
+    ready: dict[str, dict[str, Call]] = {}
+    for contender, make in contenders(layer, backends).items():
+        try:
+            operator = make()
+            if contender in backends:
+                report.facts.setdefault("errors", {})[f"{name} {contender}"] = check(contender, operator, layer, data)
+            ready[contender] = calls_of(operator, layer, data)
+        except (ImportError, RuntimeError, TypeError, UnsupportedProblem) as error:  # what a peer lacks here
+            if contender in backends:
+                raise
+            report.refuse(f"{contender} {name}", f"{type(error).__name__}: {error}".splitlines()[0][:200])
+    for direction in ("forward", "backward"):
+        calls = {contender: found[direction] for contender, found in ready.items() if direction in found}
+        for contender, samples in interleaved(calls, rounds, flush).items():
+            row: Row = {"case": name, "contender": contender, "direction": direction, **durations(samples)}
+            row["tflops"] = layer.flop(direction) / row["median_ms"] / 1e9
+            note = f"{row['tflops']:7.1f} TFLOP/s"
+            if layer.decode:
+                row["terabytes_per_second"] = layer.cache_bytes / row["median_ms"] / 1e9
+                note = f"{row['terabytes_per_second']:5.2f} TB/s"
+            report.add(row, note)
+
+
+def main() -> None:
+    parser = measuring.options(__doc__, rounds=10)
+    parser.add_argument("--cases", default=",".join(LAYERS), help="names, comma separated")
+    options = parser.parse_args()
+    device = measuring.cuda_device("sm90_gpu")
+    method = "interleaved rounds, L2 flushed before each call, CUDA events, medians; bytes compared with the CPU model before timing"
+    report = Report(options.output, method, options.seconds)
+    backends = usable("attention", CONTRACT, report)
+    flush = flush_buffer(device)
+    for name in options.cases.split(","):
+        if not report.has_time(name):
+            continue
+        with report.guarded(name):
+            run_case(name, LAYERS[name], backends, report, options.rounds, flush)
+        for backend in backends:
+            for peer in ("torch cudnn", "torch flash", "flex", "fa3", "fa4 deterministic"):
+                report.compare(backend, peer)
+        report.save()
+        torch.cuda.empty_cache()
+    report.finish()
+
+
+if __name__ == "__main__":
+    main()
