@@ -93,8 +93,11 @@ def test_there_are_eight_devices() -> None:
     assert len(jax.devices()) == 8
 
 
-@pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit], ids=["auto", "explicit"])
-@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize(
+    ("layout", "kind"),
+    [*((layout, AxisType.Auto) for layout in LAYOUTS), *((layout, AxisType.Explicit) for layout in ("2 heads", "8 both"))],
+    ids=str,
+)
 def test_a_sharded_call_has_the_bytes_of_one_device(layout: str, kind: AxisType) -> None:
     mesh, batch, heads = mesh_of(layout, kind)
     arrays = random_arrays()
@@ -111,7 +114,7 @@ def test_a_sharded_call_has_the_bytes_of_one_device(layout: str, kind: AxisType)
         assert gradient.sharding.is_equivalent_to(many[name].sharding, gradient.ndim), name
 
 
-@pytest.mark.parametrize("layout", ["8 both", "8 batch", "2 heads"])
+@pytest.mark.parametrize("layout", ["8 both", "2 heads"])
 @pytest.mark.parametrize("shape", [(B, H, S, T), (B, 1, S, T), (1, 1, S, T), (1, 1, 1, T), (1, H, S, 1)], ids=str)
 def test_every_bias_gradient_has_the_bytes_of_one_device(shape: tuple[int, ...], layout: str) -> None:
     mesh, batch, heads = mesh_of(layout)
@@ -139,7 +142,7 @@ def test_an_eager_call_stays_sharded() -> None:
     assert out.sharding.is_equivalent_to(NamedSharding(mesh, P(batch, heads)), 4)
 
 
-@pytest.mark.parametrize("spec", [P(), P(None, None, "model"), P("model"), P("data", None, None, None)], ids=str)
+@pytest.mark.parametrize("spec", [P(), P(None, None, "model")], ids=str)
 def test_a_cotangent_that_lies_elsewhere_is_moved(spec: P) -> None:
     mesh, batch, heads = mesh_of("8 both")
     arrays = random_arrays()
@@ -184,7 +187,7 @@ def test_other_shardings_are_refused_with_the_reason(specs: dict[str, P], reason
         jax.block_until_ready(jax.jit(forward)(many))
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("layout", ["2 batch", "8 both", "8 batch over two axes"])
 def test_shard_map_has_the_bytes_of_one_device(layout: str) -> None:
     mesh, batch, heads = mesh_of(layout)
     arrays = random_arrays(jnp.bfloat16)
