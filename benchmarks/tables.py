@@ -162,6 +162,29 @@ def overhead(document: Document) -> str:
     return markdown(["us of the host a call", *contenders], lines)
 
 
+def by_contender(document: Document, value: str, head: str, show: Callable[[float], str], wanted: Callable[[Row], bool]) -> str:
+    """``value`` of the rows that are ``wanted``: a line for a case and direction, a column for a contender."""
+    rows = [row for row in document["results"] if wanted(row)]
+    contenders = unique(row["contender"] for row in rows)
+    lines = [
+        [f"{case}, {way}", *(cell(rows, value, show, case=case, direction=way, contender=name) for name in contenders)]
+        for case, way in dict.fromkeys((row["case"], row["direction"]) for row in rows)
+    ]
+    return markdown([head, *contenders], lines)
+
+
+def tensor_cores(document: Document) -> str:
+    return by_contender(document, "tflops", "TFLOP/s", lambda value: f"{value:.0f}", lambda row: "terabytes_per_second" not in row)
+
+
+def tensor_core_decode(document: Document) -> str:
+    return by_contender(document, "median_ms", "us", microseconds, lambda row: "terabytes_per_second" in row)
+
+
+def jax_attention(document: Document) -> str:
+    return by_contender(document, "median_ms", "ms", two_digits, lambda row: True)
+
+
 def tiles(document: Document) -> str:
     """Forward share of the copy by case, and the largest errors over all accuracy rows, a line for each tile."""
     rows, errors = document["results"], document["environment"]["accuracy"]
@@ -197,6 +220,10 @@ TABLES: dict[str, tuple[str, Callable[[Document], str]]] = {
     "attention-ratios": ("attention-h200.json", ratios),
     "decode": ("latency-h200.json", decode),
     "overhead": ("latency-h200.json", overhead),
+    "sm90": ("sm90-h200.json", tensor_cores),
+    "sm90-decode": ("sm90-h200.json", tensor_core_decode),
+    "jax": ("jax-h200.json", jax_attention),
+    "jax-cpu": ("jax-cpu.json", jax_attention),
     "tile-sweep": ("tile-sweep-h200.json", tiles),
     "sanitizer": ("sanitizer-h200.json", sanitizer),
 }
