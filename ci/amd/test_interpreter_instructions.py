@@ -274,6 +274,11 @@ CASES: dict[str, tuple[str, Expected]] = {
         " ds_read2st64_b32 v[6:7], v7 offset1:1\n v_mov_b32_e32 v5, v6\n v_mov_b32_e32 v6, v7",
         lambda a, b, c: (a[LANES ^ 1], b[LANES ^ 1]),
     ),
+    "buffer_to_lds": (
+        "s_mov_b32 s8, s4\n s_mov_b32 s9, s5\n s_movk_i32 s10, 0x84\n s_mov_b32 s11, 0x27000\n s_movk_i32 m0, 0x100\n"
+        " buffer_load_dword v1, s[8:11], 0 offen lds\n s_waitcnt vmcnt(0)\n ds_read_b32 v5, v1 offset:0x100\n s_waitcnt lgkmcnt(0)",
+        lambda a, b, c: (np.where(LANES < 33, a, 0), scalar(0x66666666)),
+    ),
     "buffer_range": (
         "s_mov_b32 s8, s4\n s_mov_b32 s9, s5\n s_movk_i32 s10, 0x84\n s_mov_b32 s11, 0x27000\n buffer_load_dword v5, v1, s[8:11], 0 offen\n"
         " buffer_load_ubyte v6, v1, s[8:11], 4 offen offset:3",

@@ -1,5 +1,6 @@
 // MUBUF loads and stores through a buffer resource of four scalar registers, and SMEM.
 #include "access.h"
+#include "lds.h"
 #include "scalar.h"
 
 namespace amd {
@@ -17,17 +18,18 @@ Resource resource(const Wave& w, const Instruction& in, const Operand& operand) 
   return {words[0] | uint64_t{words[1] & 0xFFFF} << 32, words[2]};
 }
 
-// Operands: data, offset register or off, resource, scalar offset. What is out of the resource's range reads as 0 and is not written; what
-// is in range must lie in an allocation. The resource of the private segment leads to the lane's scratch memory.
+// Operands: data (none with `lds`), offset register or off, resource, scalar offset. What is out of the resource's range reads as 0 and is
+// not written; what is in range must lie in an allocation. The resource of the private segment leads to the lane's scratch memory.
 template <typename F>
 void each_word(Wave& w, const Instruction& in, F access) {
   const uint64_t exec = w.exec();
-  const uint32_t scalar = uniform<uint32_t>(w, in.operand[3]);
-  const bool is_private = (w.s[in.operand[2].number + 1] & 0xFFFF) == kPrivateResourceHigh && w.s[in.operand[2].number] == 0;
-  const Resource buffer = is_private ? Resource{0, 0} : resource(w, in, in.operand[2]);
+  const Operand* operands = in.operand + (in.modifiers & kToLds ? 0 : 1);
+  const uint32_t scalar = uniform<uint32_t>(w, operands[2]);
+  const bool is_private = (w.s[operands[1].number + 1] & 0xFFFF) == kPrivateResourceHigh && w.s[operands[1].number] == 0;
+  const Resource buffer = is_private ? Resource{0, 0} : resource(w, in, operands[1]);
   for (int lane = 0; lane < kLanes; ++lane) {
     if (!(exec >> lane & 1)) continue;
-    const uint32_t offset = static_cast<uint32_t>(in.offset) + (in.offen ? w.v[in.operand[1].number][lane] : 0);
+    const uint32_t offset = static_cast<uint32_t>(in.offset) + (in.offen ? w.v[operands[0].number][lane] : 0);
     for (int word = 0; word < in.shape.words; ++word) {
       const uint64_t at = uint64_t{offset} + 4 * word;
       if (is_private) {
@@ -45,8 +47,13 @@ void each_word(Wave& w, const Instruction& in, F access) {
 void load(Wave& w, const Instruction& in) {
   Shape one = in.shape;
   one.words = 1;
+  static constexpr uint8_t kZero[4] = {};
+  if (in.modifiers & kToLds) {  // "Memory Buffer Load to LDS": four bytes a lane, side by side from M0 and the instruction's offset on
+    const uint32_t first = (w.s[kM0] & 0xFFFFu) + static_cast<uint32_t>(in.offset);
+    each_word(w, in, [&](int lane, int, const uint8_t* from) { write_lds(w, in, first + 4 * lane, from == nullptr ? kZero : from, 4); });
+    return;
+  }
   each_word(w, in, [&](int lane, int word, const uint8_t* from) {
-    static constexpr uint8_t kZero[4] = {};
     load_lane(w, in.operand[0].number + word, lane, from == nullptr ? kZero : from, one);
   });
 }
@@ -99,8 +106,10 @@ void add_scalar_memory(Table& t) {
 
 void add_buffer_memory(Table& t) {
   const std::vector<Type> types{Type::b32, Type::b32, Type::b32, Type::b32};
-  each_load(
-      [&](const std::string& name, Shape shape) { t.add("buffer_" + name, {load, types, kOffset | kCache | kBuffer, false, shape}); });
+  each_load([&](const std::string& name, Shape shape) {
+    const uint32_t to_lds = name == "load_dword" ? kToLds : 0u;
+    t.add("buffer_" + name, {load, types, kOffset | kCache | kBuffer | to_lds, false, shape});
+  });
   each_store(
       [&](const std::string& name, Shape shape) { t.add("buffer_" + name, {store, types, kOffset | kCache | kBuffer, false, shape}); });
 }

@@ -246,9 +246,9 @@ Totals& totals() {
 const Table& table() {
   static const Table filled = [] {
     Table t;
-    for (auto add :
-         {add_scalar, add_program_flow, add_scalar_memory, add_vector_float, add_vector_convert, add_vector_integer, add_vector_carry,
-          add_vector_compare, add_vector_packed, add_division, add_lane, add_local_memory, add_global_memory, add_buffer_memory})
+    for (auto add : {add_scalar, add_program_flow, add_scalar_memory, add_vector_float, add_vector_convert, add_vector_integer,
+                     add_vector_carry, add_vector_compare, add_vector_packed, add_division, add_lane, add_matrix, add_local_memory,
+                     add_global_memory, add_buffer_memory})
       add(t);
     return t;
   }();

@@ -40,6 +40,7 @@ void add_vector_compare(Table&);
 void add_vector_packed(Table&);
 void add_division(Table&);
 void add_lane(Table&);
+void add_matrix(Table&);
 void add_local_memory(Table&);
 void add_global_memory(Table&);
 void add_buffer_memory(Table&);
