@@ -279,6 +279,14 @@ CASES: dict[str, tuple[str, Expected]] = {
         " buffer_load_dword v1, s[8:11], 0 offen lds\n s_waitcnt vmcnt(0)\n ds_read_b32 v5, v1 offset:0x100\n s_waitcnt lgkmcnt(0)",
         lambda a, b, c: (np.where(LANES < 33, a, 0), scalar(0x66666666)),
     ),
+    "compare_exec": (
+        "v_cmpx_le_u32_e64 exec, 32, v0\n v_mov_b32_e32 v5, v2\n s_mov_b64 exec, -1",
+        lambda a, b, c: (on(0xFFFFFFFF << 32, a, 0x55555555), scalar(0x66666666)),
+    ),
+    "compare_exec_and_vcc": (
+        "v_cmpx_gt_u32_e32 vcc, 9, v0\n v_mov_b32_e32 v5, v2\n s_mov_b64 exec, -1\n v_mov_b32_e32 v6, vcc_lo",
+        lambda a, b, c: (on(0x1FF, a, 0x55555555), scalar(0x1FF)),
+    ),
     "buffer_range": (
         "s_mov_b32 s8, s4\n s_mov_b32 s9, s5\n s_movk_i32 s10, 0x84\n s_mov_b32 s11, 0x27000\n buffer_load_dword v5, v1, s[8:11], 0 offen\n"
         " buffer_load_ubyte v6, v1, s[8:11], 4 offen offset:3",

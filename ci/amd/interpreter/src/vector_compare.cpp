@@ -15,11 +15,19 @@ void run_compare(Wave& w, const Instruction& in) {
   write_scalar(w, in.operand[0], mask_of(flags) & w.exec());
 }
 
+// v_cmpx: the mask becomes EXEC as well.
+template <typename F>
+void run_compare_exec(Wave& w, const Instruction& in) {
+  run_compare<F>(w, in);
+  w.set_pair(kExec, w.pair(in.operand[0].number));
+}
+
 template <typename F>
 void compare(Table& table, const std::string& name, F) {
   auto types = types_of<F>(static_cast<typename Signature<F>::Arguments*>(nullptr));
   types[0] = Type::b64;
   table.add("v_cmp_" + name, {run_compare<F>, types, kSdwa | kInputs});
+  table.add("v_cmpx_" + name, {run_compare_exec<F>, types, kSdwa | kInputs});
 }
 
 template <typename T>
