@@ -12,7 +12,7 @@ from attn_spec import QATConfig
 
 
 def test_presets() -> None:
-    assert QATConfig() == QATConfig.training() and QATConfig().p_outer == 2048
+    assert QATConfig() == QATConfig.training() and QATConfig().p_outer == 2688
     assert QATConfig.fastvideo().v_axis == "head_dim" and QATConfig.fastvideo().qkv_outer == "none"
     assert QATConfig.training(causal=True).reasons(causal=True) == () == QATConfig.fastvideo().reasons(causal=True)
     with pytest.raises(FrozenInstanceError):
@@ -25,7 +25,7 @@ def test_every_field_moves_the_fingerprint_which_no_process_changes() -> None:
     changed = [replace(base, **{field.name: others.get(field.name, not getattr(base, field.name))}) for field in fields(base)]
     assert len({base.fingerprint, *(config.fingerprint for config in changed)}) == len(changed) + 1
     assert len({base, *changed}) == len(changed) + 1
-    assert replace(base, p_outer=2048).fingerprint == base.fingerprint
+    assert replace(base, p_outer=2688).fingerprint == base.fingerprint
     code = "from attn_spec import QATConfig; print(QATConfig().fingerprint)"
     printed = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout
     assert printed.strip() == base.fingerprint

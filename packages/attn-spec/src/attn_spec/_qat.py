@@ -36,8 +36,9 @@ class QATConfig:
         enabled: False is ``attention`` of ``ordered-v1``, byte for byte.
         quantize_q, quantize_k, quantize_v, quantize_p: which operands are rounded to NVFP4. P is the same in both passes.
         qkv_outer: outer scale of Q, K and V.
-        p_outer: outer scale of P: "none", "row" or a constant. ``exp(x - max)`` lies in [0, 1]; with the default 2048 the values
-            of P stay exact in bfloat16, and only blocks below 2.9e-6 of the row's largest P become zero ("none": below 5.9e-3).
+        p_outer: outer scale of P: "none", "row" or a constant. ``exp(x - max)`` lies in [0, 1]; with the default 2688 = 6 * 448 a P of 1
+            has the largest code and scale and stays 1 (with 2048 it becomes 1.03), and only blocks below 2.2e-6 of the row's largest P
+            become zero ("none": below 5.9e-3).
         v_axis: the axis along which 16 values of V share a scale. "keys" is what a 4-bit product of P and V contracts over, and is
             refused for causal calls, where the block of a visible key holds later ones.
         smooth_q, smooth_k: subtract the mean over tokens, per batch item and head, before quantizing; refused for causal calls.
@@ -55,7 +56,7 @@ class QATConfig:
     quantize_v: bool = True
     quantize_p: bool = True
     qkv_outer: Outer = "none"
-    p_outer: Outer = 2048.0
+    p_outer: Outer = 2688.0
     v_axis: Literal["keys", "head_dim"] = "keys"
     smooth_q: bool = False
     smooth_k: bool = False
