@@ -5,6 +5,7 @@ The operators run the host kernels on CPU tensors where they are compiled, and t
 
 import importlib
 
+from attn_reference import nvfp4 as nvfp4
 from attn_reference import pytorch as pytorch
 from attn_reference._attention_fp32 import attention_fp32 as attention_fp32
 from attn_reference._engine import attention as attention
@@ -13,6 +14,7 @@ from attn_reference._engine import joint_attention as joint_attention
 from attn_reference._engine import joint_attn_av_gemm as joint_attn_av_gemm
 from attn_reference._engine import joint_attn_qk_gemm as joint_attn_qk_gemm
 from attn_reference._engine import joint_attn_softmax as joint_attn_softmax
+from attn_reference._qat_attention import qat_attention as qat_attention
 
 __version__ = "0.1.0"
 

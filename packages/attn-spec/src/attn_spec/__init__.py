@@ -15,6 +15,7 @@ from attn_spec._contract import Contract as Contract
 from attn_spec._dispatch import get_op as get_op
 from attn_spec._errors import UnsupportedProblem as UnsupportedProblem
 from attn_spec._problem import Problem as Problem
+from attn_spec._qat import QATConfig as QATConfig
 from attn_spec._registry import backends as backends
 from attn_spec._trace import Trace as Trace
 
