@@ -20,7 +20,7 @@ PUBLIC = ("attention", "attention_varlen", "joint_attention", "joint_attn_av_gem
 
 
 def test_public_names() -> None:
-    for name in (*PUBLIC, "attention_fp32", "pytorch", "__version__"):
+    for name in (*PUBLIC, "attention_fp32", "qat_attention", "nvfp4", "pytorch", "__version__"):
         assert hasattr(attn_reference, name)
     for name in PUBLIC:
         assert getattr(attn_reference, name).__doc__ == getattr(pytorch, name).__doc__
