@@ -13,6 +13,7 @@ FOLDERS = (
     ROOT / "shared_tests/src/attn_shared_tests",
     Path(__file__).parent,
     ROOT / "packages/attn-cuda/tests",
+    ROOT / "packages/attn-reference/tests",
     ROOT / "packages/attn-jax-rocm-sink/tests",
     ROOT / "ci/tests",
 )
