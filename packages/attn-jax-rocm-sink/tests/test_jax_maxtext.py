@@ -95,6 +95,7 @@ def test_prefill_reads_its_cache() -> None:
     [
         ("autoregressive", {}, "model_mode must be train, or prefill with its cached_values; got 'autoregressive'"),
         ("prefill", {}, "model_mode must be train, or prefill with its cached_values"),
+        ("prefill", {"cached_values": (None, None)}, "the first part is None"),
         ("prefill", {"cached_values": ((KEY, VALUE, IDS), (KEY, VALUE, IDS, IDS))}, "cached_values cannot be honoured in prefill"),
         ("train", {"previous_chunk": KEY}, "previous_chunk cannot be honoured in train"),
         ("train", {"bidirectional_mask": IDS, "indexer_mask": IDS}, "bidirectional_mask, indexer_mask cannot be honoured"),

@@ -234,6 +234,54 @@ def test_too_many_segments_are_an_error_or_nan() -> None:
 
 
 @pytest.mark.parametrize(
+    ("lengths", "starts"),
+    [([4, 3], [0, 2]), ([3, 3], [0, 0]), ([3, 3], [0, -2]), ([3, 3], [0, 8]), ([2, -3], [0, 5])],
+    ids=("overlap", "twice", "before the sequence", "past the sequence", "negative"),
+)
+def test_segments_that_do_not_fit_are_an_error_or_nan(lengths: list[int], starts: list[int]) -> None:
+    def descriptor(lengths: Any, starts: Any) -> SequenceDescriptor:
+        rows = jnp.stack([lengths, jnp.asarray([3, 2])]), jnp.stack([starts, jnp.asarray([0, 3])])
+        return SequenceDescriptor.from_seqlens_and_offsets((rows[0], LENGTHS_K[:, :2]), (rows[1], STARTS_K[:, :2]))
+
+    given = jnp.asarray(lengths), jnp.asarray(starts)
+    with pytest.raises(ValueError, match=r"overlap or leave it|must lie in"):
+        packed(arrays(), descriptor(*given))
+    out = np.asarray(jax.jit(lambda *given: packed(arrays(), descriptor(*given)))(*given))
+    assert np.isnan(out[0]).all()
+    assert np.isfinite(out[1]).all()
+
+
+@pytest.mark.parametrize("length", [-1, S + 1])
+def test_a_traced_length_that_does_not_fit_is_nan(length: int) -> None:
+    def call(lengths: jax.Array) -> jax.Array:
+        descriptor = SequenceDescriptor.from_seqlens((lengths, jnp.asarray([T, T])))
+        options = (
+            AttnBiasType.NO_BIAS,
+            AttnMaskType.PADDING_MASK,
+            QKVLayout.BSHD_BSHD_BSHD,
+            AttnSoftmaxType.VANILLA_SOFTMAX,
+            SCALE,
+            0.0,
+            True,
+        )
+        return fused_attn((Q, KEY, VALUE), None, descriptor, None, *options)
+
+    out = np.asarray(jax.jit(call)(jnp.asarray([length, 4])))
+    assert np.isnan(out[0]).all()
+    assert np.isfinite(out[1]).all()
+
+
+def test_options_of_other_types_are_named() -> None:
+    options: list[Any] = [AttnBiasType.NO_BIAS, AttnMaskType.NO_MASK, QKVLayout.BSHD_BSHD_BSHD, AttnSoftmaxType.VANILLA_SOFTMAX]
+    for place, name in enumerate(("attn_bias_type", "attn_mask_type", "qkv_layout", "softmax_type")):
+        given = [*options[:place], "causal", *options[place + 1 :]]
+        with pytest.raises(TypeError, match=rf"{name} must be of type \w+; got 'causal'"):
+            fused_attn((Q, KEY, VALUE), None, None, None, *given, SCALE, 0.0, True)
+    with pytest.raises(TypeError, match=r"max_segments_per_seq must be of type int; got 2\.0"):
+        fused_attn((Q, KEY, VALUE), None, None, None, *options, SCALE, 0.0, True, 2.0)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
     ("make", "error", "message"),
     [
         (lambda: SequenceDescriptor.from_seqlens(np.ones(2)), TypeError, "seqlens must be integers; got float"),
@@ -244,6 +292,7 @@ def test_too_many_segments_are_an_error_or_nan() -> None:
         (lambda: packed(arrays(), SequenceDescriptor.from_segment_ids_and_pos(IDS[0])), ValueError, "segment_ids must have shape"),
         (lambda: packed(arrays(), SequenceDescriptor.from_seqlens(np.array([11, 2]))), ValueError, r"seqlens must lie in \[0, 10\]"),
         (lambda: packed(arrays(), SequenceDescriptor.from_seqlens(np.array([1]))), ValueError, "seqlens must have shape"),
+        (lambda: packed(arrays(), SequenceDescriptor()), ValueError, "the SequenceDescriptor is empty"),
         (lambda: packed(arrays(), replace(BY_LENGTHS, seqlens=(LENGTHS_Q + 5, LENGTHS_K))), ValueError, "must lie in"),
         (
             lambda: packed(arrays(), SequenceDescriptor.from_segment_ids_and_pos(IDS, (IDS[0], IDS[1]))),

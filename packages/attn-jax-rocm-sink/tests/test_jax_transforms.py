@@ -98,6 +98,13 @@ def test_nested_vmap_and_traced_lengths() -> None:
         same(mapped[index], attention(**arrays, kv_lengths=lengths[index]), f"lengths {lengths[index]}")
 
 
+def test_a_traced_scalar_serves_every_batch_item() -> None:
+    arrays = jax_arrays(make_call())
+    for name, value in (("kv_lengths", 4), ("q_start", 2), ("k_start", 3)):
+        known = attention(**arrays, **{name: value})
+        same(jax.jit(lambda traced, name=name: attention(**arrays, **{name: traced}))(value), known, name)
+
+
 def test_jacobian_has_the_rows_of_single_gradients() -> None:
     arrays = jax_arrays(make_call())
     rest = {name: arrays[name] for name in ("k", "v")}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 from types import ModuleType
 from typing import Any
 
@@ -146,6 +147,15 @@ def test_partials_out_of_order_are_refused() -> None:
         merge_partials(cut(q, k, v, (0, 500, 1500)))
     with pytest.raises(ValueError, match="at least one part"):
         merge_partials([])
+    with pytest.raises(ValueError, match=r"same queries, dtype and scale; got .* with scale 0\.5"):
+        merge_partials([parts[0], replace(parts[1], scale=0.5)])
+    with pytest.raises(ValueError, match="same queries, dtype and scale"):
+        merge_partials([parts[0], replace(parts[1], dtype=torch.float16)])
+    for sinks in (torch.zeros(2), torch.tensor(0.0)):
+        with pytest.raises(ValueError, match=r"sinks must have shape \[H\]"):
+            merge_partials(parts, sinks=sinks)
+    with pytest.raises(TypeError, match=r"sinks must be a float32, bfloat16 or float16 tensor; got torch\.int64"):
+        merge_partials(parts, sinks=torch.zeros(2, dtype=torch.int64))
     with pytest.raises(UnsupportedProblem, match="gradients"):
         attention_partial(q.requires_grad_(), k, v, q_start=0)
 

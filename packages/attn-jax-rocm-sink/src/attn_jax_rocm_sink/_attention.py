@@ -56,7 +56,7 @@ def attention(
         causal: key j is visible to query i iff ``k_start + j <= q_start + i`` (bottom-right by default; ``q_start=0`` is top-left).
         scale: a number known when traced; None is 1/sqrt(D); 0.0 and negative values are used as they are.
         key_padding_mask: bool [B, T], True keeps the key. Dropped keys are compacted away.
-        kv_lengths: used keys of each batch item, int or int32 or int64 [B]; default T.
+        kv_lengths: used keys of each batch item, an integer or int32 or int64 [B] (traced or not); default T.
         q_start: position of query 0, int or [B]; default ``k_start + kv_lengths - S``.
         k_start: position of stored key 0, int or [B], at least 0 (rolling caches); default 0.
         window: ``(left, right)`` positions visible besides the diagonal one; None for no bound.
@@ -66,8 +66,8 @@ def attention(
         dropout_seed: 64-bit integer, a scalar integer array, or uint32 [2], low word first; the arrays may be traced.
         return_lse: also return the log-sum-exp.
         contract: name of an arithmetic contract; None is the default one.
-        engine: "host", or "xla" (plain jax.numpy on any device, outside every contract, [B, H, S, T] memory); None takes the engine of
-            the device and never "xla".
+        engine: "host", "cuda" or "hip"; None takes the one of the device. Only when named, and outside every contract: "ck", and "xla"
+            (plain jax.numpy on any device, [B, H, S, T] memory, traced lengths are clamped).
 
     Returns:
         ``out`` [B, H, S, V] in the dtype of v, or ``(out, lse)`` with lse float32 [B, H, S], natural logarithm, sink included. A row
@@ -111,6 +111,8 @@ def forward_fp32(*arguments: Any, **keywords: Any) -> Outputs:
 
 def _run(arguments: dict[str, Any], out_dtype: str | None) -> Outputs:
     arguments["scale"] = _known_scale(arguments["scale"])
+    for name in _INTEGERS:
+        arguments[name] = _one_for_each(arguments[name], arguments["q"])
     problem, engine = _check(arguments)
     if arguments["dropout_p"] > 0.0 and arguments["dropout_seed"] is None:
         raise ValueError("attention: dropout_p > 0 needs dropout_seed: JAX has no default generator to draw one from")
@@ -176,6 +178,12 @@ def _engine_reasons(problem: Problem, name: str, contract: str | None) -> tuple[
         return reasons
     state = engine.unavailable()
     return () if state is None else (state,)
+
+
+def _one_for_each(value: Any, q: Any) -> Any:
+    """An integer array without axes, traced or not, becomes one for each batch item."""
+    scalar = isinstance(value, (jax.Array, np.ndarray)) and value.shape == () and getattr(q, "ndim", 0) > 0
+    return jnp.broadcast_to(value, q.shape[:1]) if scalar else value
 
 
 def _described_lengths(value: Any, q: ArrayInfo | None, device: str) -> ArrayInfo:

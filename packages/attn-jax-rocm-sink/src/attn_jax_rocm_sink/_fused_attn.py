@@ -43,7 +43,7 @@ def fused_attn(
         bias: [B|1, H|1, S, T] in float32, bfloat16 or float16, for PRE_SCALE_BIAS and POST_SCALE_BIAS alone. ALIBI takes none: its slopes
             are the standard ones, its distance is ``|i + shift - j|`` with the alignment of the mask.
         sequence_descriptor: with the padding masks, and only with them. Rows that it leaves out are 0 in output and gradients, whatever
-            they hold. Its arrays may be traced; a sequence whose traced segments do not fit is NaN.
+            they hold. Its arrays may be traced; a sequence whose traced lengths or segments do not fit is NaN.
         seed: 64-bit integer, scalar integer array or uint32 [2], low word first; dropout needs it.
         attn_mask_type: causal masks of a padded sequence or segment align to its own lengths.
         softmax_type: LEARNABLE_SOFTMAX needs ``softmax_offset`` float32 [1, H, 1, 1] and gives its gradient; the others take none.
@@ -65,6 +65,15 @@ def fused_attn(
 
     Source: Transformer Engine's ``transformer_engine.jax.attention.fused_attn``.
     """
+    for name, value, kind in (
+        ("attn_bias_type", attn_bias_type, AttnBiasType),
+        ("attn_mask_type", attn_mask_type, AttnMaskType),
+        ("qkv_layout", qkv_layout, QKVLayout),
+        ("softmax_type", softmax_type, AttnSoftmaxType),
+        ("max_segments_per_seq", max_segments_per_seq, int),
+    ):
+        if not isinstance(value, kind):
+            raise TypeError(f"fused_attn: {name} must be of type {kind.__name__}; got {value!r}")
     q, k, v = _unpacked(qkv, qkv_layout)
     heads = q.shape[2]
     full = (q.shape[0], heads, q.shape[1], k.shape[1])

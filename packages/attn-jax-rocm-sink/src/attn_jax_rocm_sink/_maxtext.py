@@ -83,8 +83,12 @@ class MaxTextAttention:
             ValueError: a mode, cache or mask that this operator does not have; nothing is ignored.
         """
         if model_mode == "prefill" and cached_values is not None:
-            (key, value, decoder_segment_ids), later = cached_values
-            cached_values = later
+            first, cached_values = cached_values
+            if first is None:
+                raise ValueError(
+                    "MaxTextAttention: cached_values of prefill must be ((key, value, decoder_segment_ids), None); the first part is None"
+                )
+            key, value, decoder_segment_ids = first
         elif model_mode != "train":
             raise ValueError(f"MaxTextAttention: model_mode must be train, or prefill with its cached_values; got {model_mode!r}")
         refused = {

@@ -11,9 +11,16 @@ __all__ = ["Packing", "keep_rows", "packing_of_ids", "packing_of_lengths", "rout
 
 
 def keep_rows(rows: jax.Array, lengths: jax.Array) -> jax.Array:
-    """``rows`` [B, S, ...] with those from ``lengths`` [B] on set to 0; nothing of them, NaN included, passes in either direction."""
-    kept = jnp.arange(rows.shape[1], dtype=jnp.int32) < lengths[:, None]
-    return jnp.where(kept.reshape(kept.shape + (1,) * (rows.ndim - 2)), rows, jnp.zeros((), rows.dtype))
+    """``rows`` [B, S, ...] with those from ``lengths`` [B] on set to 0; nothing of them, NaN included, passes in either direction.
+
+    A sequence whose length is not in [0, S] is NaN.
+    """
+    size = rows.shape[1]
+    kept = jnp.arange(size, dtype=jnp.int32) < lengths[:, None]
+    fill = jnp.where((lengths >= 0) & (lengths <= size), 0.0, jnp.nan).astype(rows.dtype)
+    wide = (1,) * (rows.ndim - 2)
+    found = jnp.where(kept.reshape(kept.shape + wide), rows, jnp.zeros((), rows.dtype))
+    return jnp.where((fill == 0).reshape(-1, 1, *wide), found, fill.reshape(-1, 1, *wide))
 
 
 @jax.custom_vjp
@@ -42,7 +49,7 @@ class Packing:
     """Where the rows of ``segments`` segments lie in sequences of ``size`` rows.
 
     ``lengths`` int32 [B, segments]; ``index`` [B, segments * size]: the row of each place of each segment; ``back`` [B, size]: the place
-    of each row; ``lost`` bool [B]: the sequence has rows of segments that found no place, as when it has more than ``segments``.
+    of each row; ``lost`` bool [B]: the sequence does not fit: it has more than ``segments``, or a row of a segment has no place of its own.
     """
 
     lengths: jax.Array
@@ -69,15 +76,20 @@ class Packing:
 
 
 def packing_of_lengths(lengths: jax.Array, starts: jax.Array, segments: int, size: int) -> Packing:
-    """From lengths and first rows [B, any]; negative lengths are unused entries."""
+    """From lengths and first rows [B, any]; a length of -1 is an unused entry.
+
+    A sequence is lost, too, when segments overlap or leave it, or when a length is below -1.
+    """
     used = jnp.maximum(lengths, 0).astype(jnp.int32)
-    lost = (used[:, segments:] > 0).any(1)
+    outside = (lengths < -1) | ((used > 0) & ((starts < 0) | (starts > size - used)))
+    lost = outside.any(1) | (used[:, segments:] > 0).any(1)
     missing = max(segments - used.shape[1], 0)
     used = jnp.pad(used[:, :segments], ((0, 0), (0, missing)))
     starts = jnp.pad(starts[:, :segments].astype(jnp.int32), ((0, 0), (0, missing)))
     row = jnp.arange(size, dtype=jnp.int32)
     index = jnp.where(row < used[..., None], starts[..., None] + row, size).reshape(used.shape[0], segments * size)
     inside = (row >= starts[..., None]) & (row < (starts + used)[..., None])
+    lost |= (inside.sum(1) > 1).any(1)
     segment = jnp.argmax(inside, axis=1).astype(jnp.int32)
     place = segment * size + row - jnp.take_along_axis(starts, segment, axis=1)
     return Packing(used, index, jnp.where(inside.any(1), place, segments * size), lost)

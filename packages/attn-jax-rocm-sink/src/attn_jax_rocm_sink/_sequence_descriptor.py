@@ -74,7 +74,8 @@ class SequenceDescriptor:
         for packing in packings:
             if not isinstance(packing.lost, jax.core.Tracer) and np.asarray(packing.lost).any():
                 raise ValueError(
-                    f"a sequence has segments beyond max_segments_per_seq={segments}, or positions that are not 0, 1, ... in each segment"
+                    f"a sequence has segments beyond max_segments_per_seq={segments}, segments that overlap or leave it,"
+                    " or positions that are not 0, 1, ... in each segment"
                 )
         return packings[0], packings[1]
 
@@ -84,7 +85,8 @@ class SequenceDescriptor:
             if ids.shape != (batch, size):
                 raise ValueError(f"segment_ids must have shape [B, S] = {[batch, size]}; got {list(ids.shape)}")
             return packing_of_ids(ids, None if self.segment_pos is None else self.segment_pos[side], segments)
-        assert self.seqlens is not None
+        if self.seqlens is None:
+            raise ValueError("the SequenceDescriptor is empty: build it with from_seqlens or another from_ method")
         lengths = self.seqlens[side]
         if lengths.shape[0] != batch:
             raise ValueError(f"seqlens must have {batch} rows, one a sequence; got shape {list(lengths.shape)}")

@@ -35,7 +35,7 @@ class Partials:
     """States of consecutive segments before their merge.
 
     ``first`` is the index of the first segment. ``n`` (maximum times c) and ``l`` are float32 [segments, B, H, S], ``o`` float32 [segments,
-    B, H, S, D]; a segment without a visible key has n = -inf. ``dtype`` is that of q.
+    B, H, S, D]; a segment without a visible key has n = -inf. ``dtype`` is that of q, ``scale`` that of the call.
     """
 
     first: int
@@ -43,6 +43,7 @@ class Partials:
     l: Tensor
     o: Tensor
     dtype: torch.dtype
+    scale: float
 
     @property
     def segments(self) -> int:
@@ -97,29 +98,46 @@ def attention_partial(
     count = max(1, -(-(k_start % SEGMENT + k.shape[2]) // SEGMENT))
     compiled = q.device.type == "cpu" and unavailable() is None
     states = (HOST if compiled else DEFINITION).attention_sm90_states(inputs, count)
-    return Partials(k_start // SEGMENT, *states, q.dtype)
+    return Partials(k_start // SEGMENT, *states, q.dtype, factor)
 
 
 def merge_partials(parts: Sequence[Partials], *, sinks: Tensor | None = None) -> tuple[Tensor, Tensor]:
     """``(out, lse)`` of parts in the order of their keys: out [B, H, S, D] in the dtype of q, lse float32 [B, H, S].
 
     Args:
-        parts: at least one; each begins after the last segment of the one before it.
-        sinks: [H] logits after scaling.
+        parts: at least one, of the same queries, scale and dtype; each begins after the last segment of the one before it.
+        sinks: [H] logits after scaling, float32, bfloat16 or float16.
 
     Raises:
-        ValueError: no parts, or parts that are out of order or share a segment.
+        ValueError: no parts, parts of different calls, parts that are out of order or share a segment, or sinks of another shape.
+        TypeError: sinks that are no float tensor.
 
     Source: docs/contracts/sm90-v1.md, section 3.
     """
+    parts = list(parts)
     if not parts:
         raise ValueError("merge_partials: at least one part is needed")
+    _check_parts(parts, sinks)
     for before, after in zip(parts, parts[1:], strict=False):
         if after.first < before.first + before.segments:
             order = f"segment {after.first} comes after segment {before.first + before.segments - 1}"
             raise ValueError(f"merge_partials: parts must ascend and cut keys at multiples of {SEGMENT}; {order}")
     states = [State(part.n[index], part.l[index], part.o[index]) for part in parts for index in range(part.segments)]
     return _merged(states, sinks, parts[0].dtype)
+
+
+def _check_parts(parts: Sequence[Partials], sinks: Tensor | None) -> None:
+    calls = dict.fromkeys((tuple(part.o.shape[1:]), part.dtype, part.scale) for part in parts)
+    if len(calls) > 1:
+        found = ", ".join(f"[B, H, S, D] = {list(shape)} of {dtype} with scale {scale}" for shape, dtype, scale in calls)
+        raise ValueError(f"merge_partials: parts must be of the same queries, dtype and scale; got {found}")
+    if sinks is None:
+        return
+    if not isinstance(sinks, Tensor) or sinks.dtype not in (torch.float32, torch.bfloat16, torch.float16):
+        raise TypeError(f"merge_partials: sinks must be a float32, bfloat16 or float16 tensor; got {getattr(sinks, 'dtype', sinks)}")
+    heads = parts[0].n.shape[2]
+    if tuple(sinks.shape) != (heads,):
+        raise ValueError(f"merge_partials: sinks must have shape [H] = [{heads}]; got {list(sinks.shape)}")
 
 
 @keeps_subnormals
