@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import ctypes
+import subprocess
+import sys
 
 import attn_jax_rocm_sink
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from attn_jax_rocm_sink import _cuda, _ffi
+from attn_jax_rocm_sink import _cuda
 from attn_spec import Call, UnsupportedProblem
 from attn_spec.testing.asserts import assert_bytes
 from engine_fakes import Fakes
@@ -154,11 +156,15 @@ def test_without_a_device_the_reason_is_told() -> None:
 
 
 def test_a_call_without_the_kernels_is_refused_by_the_engine() -> None:
-    if _cuda.load().reason is None:
-        pytest.skip("attn-cuda is present")
-    from attn_jax_rocm_sink._config import config_of
-
-    array = jax.ShapeDtypeStruct((1, 1, 2, 4), jnp.float32)
-    options = {"causal": True, "window_left": -1, "window_right": -1, "scale": 1.0, "dropout_p": 0.0}
-    config = config_of({"q": array, "k": array, "v": array}, {"out": array}, options)
-    assert _ffi.supports("cuda", "forward", config) == "the kernels of attn-cuda are not loaded in this process"
+    """In a process of its own, in which nothing has loaded attn-cuda, installed or not."""
+    code = """
+import jax, jax.numpy as jnp
+from attn_jax_rocm_sink import _ffi
+from attn_jax_rocm_sink._config import config_of
+array = jax.ShapeDtypeStruct((1, 1, 2, 4), jnp.float32)
+options = {"causal": True, "window_left": -1, "window_right": -1, "scale": 1.0, "dropout_p": 0.0}
+config = config_of({"q": array, "k": array, "v": array}, {"out": array}, options)
+print(_ffi.supports("cuda", "forward", config))
+"""
+    printed = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout
+    assert printed.strip() == "the kernels of attn-cuda are not loaded in this process"

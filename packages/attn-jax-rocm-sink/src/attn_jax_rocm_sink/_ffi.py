@@ -36,7 +36,7 @@ class Handlers:
     ``partial_dropout`` engines draw the dropout of a part of a batch, which begins at a batch item and head of the whole.
     """
 
-    library: str
+    file: str
     missing: str
     platform: str
     kept: tuple[str, ...]
@@ -93,14 +93,14 @@ class Library:
 def load(engine: str = "host") -> Library:
     """Load the handlers of an engine and register them with XLA, once a process. Never raises: a failure becomes ``reason``."""
     handlers = HANDLERS[engine]
-    path = _find(handlers.library)
+    path = _find(handlers.file)
     if path is None:
         note = _find(handlers.missing)
-        return Library(reason=note.read_text().strip() if note else f"{handlers.library} is not installed beside the package")
+        return Library(reason=note.read_text().strip() if note else f"{handlers.file} is not installed beside the package")
     try:
         handle = ctypes.CDLL(str(path))
     except OSError as error:
-        return Library(reason=f"{handlers.library} does not load: {error}")
+        return Library(reason=f"{handlers.file} does not load: {error}")
     return register(engine, path, handle)
 
 
