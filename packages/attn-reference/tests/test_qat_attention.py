@@ -206,7 +206,7 @@ def test_second_derivatives_and_bad_arguments_are_refused() -> None:
         ((q[..., :8], k[..., :8], v[..., :8]), ValueError, "head dim must be a multiple of 16 from 16 to 256; got 8"),
         ((q, k.half(), v), TypeError, "q is float32 and k is float16"),
         ((q, k.repeat(1, 2, 1, 1), v.repeat(1, 2, 1, 1)), ValueError, "1 query heads and 2 kv heads"),
-        ((q, k[:, :, 1:], v), ValueError, "key lengths must agree; got k 39, v 40"),
+        ((q, k[:, :, 1:], v), ValueError, "keys must agree; got k 39, v 40"),
     ):
         with pytest.raises(error, match=message):
             qat_attention(*arguments)

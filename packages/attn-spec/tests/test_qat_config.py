@@ -10,11 +10,13 @@ from typing import Any
 import pytest
 from attn_spec import QATConfig
 
+CAUSAL = frozenset({"causal"})
+
 
 def test_presets() -> None:
     assert QATConfig() == QATConfig.training() and QATConfig().p_outer == 2688
     assert QATConfig.fastvideo().v_axis == "head_dim" and QATConfig.fastvideo().qkv_outer == "none"
-    assert QATConfig.training(causal=True).reasons(causal=True) == () == QATConfig.fastvideo().reasons(causal=True)
+    assert QATConfig.training(causal=True).reasons(features=CAUSAL) == () == QATConfig.fastvideo().reasons(features=CAUSAL)
     with pytest.raises(FrozenInstanceError):
         QATConfig().enabled = False  # type: ignore[misc]
 
@@ -48,7 +50,7 @@ def test_bad_values_are_named(keywords: dict[str, Any], error: type[Exception], 
 
 def test_a_causal_call_refuses_what_would_read_later_tokens() -> None:
     config = QATConfig(smooth_q=True, smooth_k=True, qkv_outer="tile")
-    reasons = " ".join(config.reasons(causal=True))
+    reasons = " ".join(config.reasons(features=CAUSAL))
     assert all(name in reasons for name in ("smooth_q", "smooth_k", "qkv_outer='tile'", "v_axis='keys'"))
-    assert len(config.reasons(causal=True)) == 4 and config.reasons(causal=False) == ()
-    assert replace(config, enabled=False).reasons(causal=True) == ()
+    assert len(config.reasons(features=CAUSAL)) == 4 and config.reasons() == ()
+    assert replace(config, enabled=False).reasons(features=CAUSAL) == ()

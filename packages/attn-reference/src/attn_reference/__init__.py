@@ -14,7 +14,8 @@ from attn_reference._engine import joint_attention as joint_attention
 from attn_reference._engine import joint_attn_av_gemm as joint_attn_av_gemm
 from attn_reference._engine import joint_attn_qk_gemm as joint_attn_qk_gemm
 from attn_reference._engine import joint_attn_softmax as joint_attn_softmax
-from attn_reference._qat_attention import qat_attention as qat_attention
+from attn_reference.pytorch import qat_attention as qat_attention
+from attn_reference.pytorch import qat_attention_varlen as qat_attention_varlen
 
 __version__ = "0.1.0"
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from attn_reference import _attention, _products, _sm90_attention, _softmax, _softmax_v2
+from attn_reference import _attention, _products, _qat_attention, _sm90_attention, _softmax, _softmax_v2
 from attn_reference._ieee import keeps_subnormals
 
 __all__ = ["KERNELS", "PyTorchKernels"]
@@ -24,6 +24,8 @@ class PyTorchKernels:
     attention_sm90_forward = staticmethod(keeps_subnormals(_sm90_attention.attention_forward))
     attention_sm90_states = staticmethod(keeps_subnormals(_sm90_attention.attention_states))
     attention_sm90_backward = staticmethod(keeps_subnormals(_sm90_attention.attention_backward))
+    qat_forward = staticmethod(keeps_subnormals(_qat_attention.qat_forward))
+    qat_backward = staticmethod(keeps_subnormals(_qat_attention.qat_backward))
 
 
 KERNELS = PyTorchKernels()

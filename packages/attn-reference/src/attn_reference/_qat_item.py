@@ -1,4 +1,4 @@
-"""One batch item of ``nvfp4-ordered-v1``: operands, P and the two passes (docs/contracts/nvfp4-v1.md section 2)."""
+"""One batch item or packed segment of ``nvfp4-ordered-v1``: P and the two passes (docs/contracts/nvfp4-v1.md section 2)."""
 
 from __future__ import annotations
 
@@ -9,49 +9,23 @@ import torch
 from attn_spec import QATConfig
 from torch import Tensor
 
-from attn_reference._chain import chain, ordered_sum, row_blocks
+from attn_reference._chain import chain, row_blocks
+from attn_reference._qat_operand import operands
 from attn_reference._row import RowState, row_delta, row_state, score_gradient
 from attn_reference._scores import SCORE_BLOCK
+from attn_reference._segment import Segment
 from attn_reference._tile import TileLayout
-from attn_reference._visibility import Positions, visible_pairs
 from attn_reference.nvfp4 import fake_quantize
 
 __all__ = ["Item"]
 
-
-@dataclass(frozen=True)
-class _Operand:
-    """float32 rows of Q, K or V: before and after quantization, and the mean that smoothing took away ([heads, 1, D])."""
-
-    original: Tensor
-    quantized: Tensor
-    mean: Tensor | None = None
-
-    @classmethod
-    def of(cls, x: Tensor, config: QATConfig, *, quantize: bool, smooth: bool = False, transposed: bool = False) -> _Operand:
-        """From [heads, tokens, D]; ``transposed`` puts the blocks along the tokens."""
-        mean = _mean(x) if smooth else None
-        original = x if mean is None else x - mean
-        if not quantize:
-            return cls(original, original, mean)
-        if transposed:
-            return cls(original, fake_quantize(original.transpose(-1, -2), outer=config.qkv_outer).transpose(-1, -2), mean)
-        return cls(original, fake_quantize(original, outer=config.qkv_outer), mean)
-
-    def backward(self, config: QATConfig) -> Tensor:
-        """What the products of the backward read."""
-        return self.quantized if config.quantized_backward else self.original
-
-
-def _mean(x: Tensor) -> Tensor:
-    """[heads, tokens, D] to [heads, 1, D]: rounded sums over tokens ascending, then one division."""
-    total = ordered_sum(x, x.new_zeros(x.shape[0], 1, x.shape[2])) if x.shape[1] > 1 else x + 0.0
-    return total / torch.full((), float(x.shape[1]), device=x.device)
+_OF_ONE = 2688.0
+"""6 * 448, the outer scale of a row whose largest value is 1."""
 
 
 @dataclass(frozen=True)
 class _Block:
-    """Rows [K, rows] of P: ``exponentials`` and their quantized form (+0 where masked), and the row states."""
+    """Rows [K, rows] of P: ``exponentials`` in their quantized form (+0 where masked), and the row states."""
 
     rows: slice
     scores: Tensor
@@ -61,78 +35,86 @@ class _Block:
 
 
 class Item:
-    """q [H, S, D], k and v [K, T, D] of one batch item, S and T at least 1; ``kept`` bool [T] names the keys that remain.
+    """One segment, at least one query. The query heads of one kv head lie one after the other, as in ``ordered-v1``: row ``g * S + i`` is
+    query i of head g of the group. ``keys`` counts logical keys."""
 
-    The query heads of one kv head lie one after the other, as in ``ordered-v1``: row ``g * S + i`` is query i of head g of the group.
-    """
-
-    def __init__(self, q: Tensor, k: Tensor, v: Tensor, kept: Tensor | None, *, causal: bool, scale: float, config: QATConfig) -> None:
-        self.config = config
+    def __init__(self, segment: Segment, config: QATConfig) -> None:
+        inputs, kept = segment.inputs, segment.kept_keys()
+        q, k, v = segment.query_rows(inputs.q), segment.key_rows(inputs.k), segment.key_rows(inputs.v)
+        self.config, self.sinks = config, inputs.sinks
         self.heads, self.queries, self.head_dim = q.shape
-        keys = k.shape[1]
-        self.index = torch.arange(keys, device=k.device) if kept is None else kept.nonzero().squeeze(-1)
-        self.stored_keys = keys
-        k, v = k[:, self.index].float(), v[:, self.index].float()
-        self.kv_heads, self.keys = k.shape[:2]
-        self.scale = torch.tensor(scale, dtype=torch.float32, device=q.device)
-        positions = Positions(self.queries, keys, keys, keys - self.queries, 0)
-        visible = visible_pairs(positions, q.device, causal=causal, left=-1, right=-1, query_mask=None, key_mask=None)
-        self.visible = visible[:, self.index]
+        self.stored_keys = k.shape[1]
+        self.index = torch.arange(self.stored_keys, device=k.device) if kept is None else kept.nonzero().squeeze(-1)
+        self.kv_heads, self.keys = k.shape[0], self.index.numel()
+        self.scale = torch.tensor(inputs.scale, dtype=torch.float32, device=q.device)
+        self.visible = segment.visible()[:, self.index]
         self.layout = TileLayout.of(self.keys, q.device)
-        self.q = _Operand.of(q.float(), config, quantize=config.quantize_q, smooth=config.smooth_q)
-        self.k = _Operand.of(k, config, quantize=config.quantize_k, smooth=config.smooth_k)
-        self.v = _Operand.of(v, config, quantize=config.quantize_v, transposed=config.v_axis == "keys")
+        self.q, self.k, self.v = operands(q, k[:, self.index], v[:, self.index], config)
 
     def _grouped(self, x: Tensor) -> Tensor:
-        """[H, S, X] to [K, R, X]."""
-        return x.reshape(self.kv_heads, -1, x.shape[-1])
+        """[H, S, ...] to [K, R, ...]."""
+        return x.reshape(self.kv_heads, self.heads // self.kv_heads * x.shape[1], *x.shape[2:])
+
+    def _ungrouped(self, x: Tensor) -> Tensor:
+        """[K, R, ...] to [H, S, ...]."""
+        return x.reshape(self.heads, self.queries, *x.shape[2:])
+
+    def _sinks(self) -> Tensor | None:
+        """The sink of each row, [K, R]."""
+        return None if self.sinks is None else self._grouped(self.sinks.unsqueeze(-1).expand(-1, self.queries))
 
     def _blocks(self) -> Iterator[_Block]:
         """P of every row, the same in both passes; no bit depends on the cut."""
         rows = self.heads // self.kv_heads * self.queries
-        q = self._grouped(self.q.quantized)
+        q, sinks = self._grouped(self.q.quantized), self._sinks()
         query = torch.arange(rows, device=q.device) % self.queries
         high = None
         if self.q.mean is not None:
             # The scores of the mean, the same for every query of a head: [K, G, T], then a row for each query.
-            means = chain(self._grouped(self.q.mean), self.k.original.transpose(-1, -2))
+            means = chain(self._grouped(self.q.mean), self.k.original.transpose(-1, -2)) * self.scale
             high = means.repeat_interleave(self.queries, dim=1)
+        outer = _OF_ONE if self.config.p_outer == "row" else self.config.p_outer
         for block in row_blocks(rows, self.kv_heads * self.keys, SCORE_BLOCK):
-            scores = chain(q[:, block], self.k.quantized.transpose(-1, -2))
+            scores = chain(q[:, block], self.k.quantized.transpose(-1, -2)) * self.scale
             if high is not None:
                 scores = scores + high[:, block]
-            scores = scores * self.scale
             masked = (scores == -torch.inf) | ~self.visible[query[block]]
-            state = row_state(scores, masked, self.layout)
+            state = row_state(scores, masked, self.layout, None if sinks is None else sinks[:, block])
             exponentials = torch.where(masked, 0.0, state.exponential(scores - state.max.unsqueeze(-1)))
-            quantized = fake_quantize(exponentials, outer=self.config.p_outer) if self.config.quantize_p else exponentials
+            quantized = fake_quantize(exponentials, outer=outer) if self.config.quantize_p else exponentials
             yield _Block(block, scores, masked, state, torch.where(masked, 0.0, quantized))
 
-    def forward(self) -> Tensor:
-        """float32 out [H, S, D]."""
+    def forward(self) -> tuple[Tensor, RowState]:
+        """float32 out [H, S, D] and the row states [H, S]."""
         out = self._grouped(torch.zeros_like(self.q.original))
+        top, total = out.new_zeros(out.shape[:-1]), out.new_zeros(out.shape[:-1])
         for block in self._blocks():
-            total = block.state.sum.unsqueeze(-1)
-            out[:, block.rows] = _quotient(chain(block.quantized, self.v.quantized, terms=~block.masked), total)
-        return out.reshape(self.heads, self.queries, self.head_dim)
+            out[:, block.rows] = _quotient(chain(block.quantized, self.v.quantized, terms=~block.masked), block.state.sum)
+            top[:, block.rows], total[:, block.rows] = block.state.max, block.state.sum
+        return self._ungrouped(out), RowState(self._ungrouped(top), self._ungrouped(total))
 
-    def backward(self, dout: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """float32 dq [H, S, D], dk and dv [K, T, D] with +0 at removed keys."""
-        upstream = self._grouped(dout.float())
+    def backward(self, dout: Tensor, dlse: Tensor | None) -> dict[str, Tensor]:
+        """float32 q [H, S, D], k and v [K, T, D] with +0 at removed keys, and per row: sinks [H, S]."""
+        upstream, cotangent = self._grouped(dout.float()), None if dlse is None else self._grouped(dlse.float())
         q, k, v = (operand.backward(self.config) for operand in (self.q, self.k, self.v))
         q = self._grouped(q if self.q.mean is None else q + self.q.mean)
-        dq, dk, dv = torch.zeros_like(q), torch.zeros_like(k), torch.zeros_like(v)
+        dq, dk, dv, dsinks = torch.zeros_like(q), torch.zeros_like(k), torch.zeros_like(v), q.new_zeros(q.shape[:-1])
+        sinks = self._sinks()
         for block in self._blocks():
             rows, terms = block.rows, ~block.masked
             probs = block.state.probabilities(block.scores, block.masked)
-            weights = _quotient(block.quantized, block.state.sum.unsqueeze(-1))
+            weights = _quotient(block.quantized, block.state.sum)
             dv = chain(weights.transpose(-1, -2), upstream[:, rows], terms=terms.transpose(-1, -2), start=dv)
             dprobs = chain(upstream[:, rows], v.transpose(-1, -2))
-            delta = row_delta(probs if self.config.high_precision_delta else weights, dprobs, block.masked, self.layout)
+            paired = probs if self.config.high_precision_delta else weights
+            delta = row_delta(paired, dprobs, block.masked, self.layout, None if cotangent is None else cotangent[:, rows])
             gradient = score_gradient(probs, dprobs, delta, block.masked)
             dq[:, rows] = chain(gradient, k, terms=terms) * self.scale
             dk = chain(gradient.transpose(-1, -2), q[:, rows], terms=terms.transpose(-1, -2), start=dk)
-        return dq.reshape(self.heads, self.queries, self.head_dim), self._stored(dk * self.scale), self._stored(dv)
+            if sinks is not None:
+                sink = sinks[:, rows]
+                dsinks[:, rows] = torch.where(sink == -torch.inf, 0.0, -block.state.sink_probability(sink) * delta)
+        return {"q": self._ungrouped(dq), "k": self._stored(dk * self.scale), "v": self._stored(dv), "sinks": self._ungrouped(dsinks)}
 
     def _stored(self, x: Tensor) -> Tensor:
         """[K, logical keys, D] to [K, T, D]."""
@@ -142,5 +124,6 @@ class Item:
 
 
 def _quotient(a: Tensor, total: Tensor) -> Tensor:
-    """``RN_div(a, total)``, +0 in rows without a term."""
+    """``RN_div(a, total)`` of a [..., X], +0 in rows without a term."""
+    total = total.unsqueeze(-1)
     return torch.where(total == 0, 0.0, a / total)

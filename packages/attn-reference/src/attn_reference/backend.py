@@ -44,6 +44,12 @@ _OPERATORS = {
 }
 _CONTRACTS = ("ordered-v1", "ordered-v2", "sm90-v1")
 _PRODUCTION = {"attn": OperatorSupport(frozenset({"causal", "gradient"}))}
+_QAT_FEATURES = frozenset({"causal", "sinks", "return_lse", "gradient"})
+_QAT = {
+    "qat_attention": OperatorSupport(_QAT_FEATURES | {"key_padding_mask"}),
+    "qat_attention_varlen": OperatorSupport(_QAT_FEATURES | {"seqlens_q", "seqlens_k"}),
+}
+_QAT_CONTRACTS = ("nvfp4-ordered-v1", "nvfp4-sm90-v1")
 
 
 class _Reference(TorchBackend):
@@ -56,7 +62,8 @@ class _Reference(TorchBackend):
     def capabilities(self, engine: str | None = None) -> Capabilities:
         if self.engine(engine) == "host":
             return Capabilities(devices=("cpu",), operators=_OPERATORS, contracts=_CONTRACTS)
-        return Capabilities(devices=("cpu", "cuda", "rocm"), operators={**_OPERATORS, **_PRODUCTION}, contracts=_CONTRACTS)
+        operators = {**_OPERATORS, **_QAT, **_PRODUCTION}
+        return Capabilities(devices=("cpu", "cuda", "rocm"), operators=operators, contracts=(*_CONTRACTS, *_QAT_CONTRACTS))
 
     def unavailable(self, device: str, engine: str | None = None) -> str | None:
         if device not in self.capabilities(engine).devices:

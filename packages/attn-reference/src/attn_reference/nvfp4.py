@@ -65,9 +65,10 @@ def dequantize(packed: NVFP4) -> Tensor:
     return _values(codes, packed.scales, packed.outer)[..., : packed.length]
 
 
-def fake_quantize(x: Tensor, *, outer: Outer = "none") -> Tensor:
-    """``dequantize(quantize(x))`` of float32 [..., N], without packing."""
-    return _values(*_codes(x, outer))[..., : x.shape[-1]]
+def fake_quantize(x: Tensor, *, outer: Outer = "none", decode_outer: bool = True) -> Tensor:
+    """``dequantize(quantize(x))`` of float32 [..., N], without packing; without ``decode_outer`` not multiplied by the outer scale."""
+    codes, scales, decoding = _codes(x, outer)
+    return _values(codes, scales, decoding if decode_outer else torch.ones_like(decoding))[..., : x.shape[-1]]
 
 
 def _codes(values: Tensor, outer: Outer) -> tuple[Tensor, Tensor, Tensor]:

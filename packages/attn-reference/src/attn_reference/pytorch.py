@@ -9,7 +9,16 @@ from torch import Tensor
 from attn_reference._pytorch_kernels import KERNELS
 from attn_reference.backend import BACKEND
 
-__all__ = ["attention", "attention_varlen", "joint_attention", "joint_attn_av_gemm", "joint_attn_qk_gemm", "joint_attn_softmax"]
+__all__ = [
+    "attention",
+    "attention_varlen",
+    "joint_attention",
+    "joint_attn_av_gemm",
+    "joint_attn_qk_gemm",
+    "joint_attn_softmax",
+    "qat_attention",
+    "qat_attention_varlen",
+]
 
 
 class _PyTorchOperators(Operators):
@@ -48,3 +57,5 @@ joint_attn_av_gemm = FUNCTIONS["joint_attn_av_gemm"]
 joint_attention = FUNCTIONS["joint_attention"]
 attention = FUNCTIONS["attention"]
 attention_varlen = FUNCTIONS["attention_varlen"]
+qat_attention = FUNCTIONS["qat_attention"]
+qat_attention_varlen = FUNCTIONS["qat_attention_varlen"]

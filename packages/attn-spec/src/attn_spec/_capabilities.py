@@ -50,6 +50,8 @@ class Capabilities:
         limits = CONTRACTS[problem.contract].limits if problem.contract in CONTRACTS else None
         if limits is not None and not found:
             found.extend(limits.reasons(problem.contract, problem.dtype, problem.head_dim, problem.value_dim, problem.features))
+        if problem.config is not None:
+            found.extend(problem.config.reasons(contract=problem.contract, features=problem.features))
         support = self.operators.get(problem.op)
         if support is None:
             found.append(f"operator {problem.op} (supported: {', '.join(self.operators)})")

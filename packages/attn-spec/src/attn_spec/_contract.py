@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from attn_spec._errors import UnknownName
-from attn_spec._operators import PRODUCTION
+from attn_spec._operators import PRODUCTION, QAT
 
 __all__ = ["CONTRACTS", "Contract", "Guarantee", "Limits", "contract", "contract_reasons"]
 
@@ -26,20 +26,22 @@ class Limits:
     dtypes: tuple[str, ...]
     head_dims: tuple[int, ...]
     features: frozenset[str]
+    others: str = "ordered-v1"
 
     def reasons(self, name: str, dtype: str, head_dim: int, value_dim: int, features: frozenset[str]) -> tuple[str, ...]:
         """Why contract ``name`` is refused, each with the contract that has it."""
         found = []
         if dtype not in self.dtypes:
-            found.append(f"dtype {dtype} with contract {name} (it covers {', '.join(self.dtypes)}; others: ordered-v1)")
+            found.append(f"dtype {dtype} with contract {name} (it covers {', '.join(self.dtypes)}; others: {self.others})")
         if head_dim not in self.head_dims or value_dim != head_dim:
             widths = ", ".join(map(str, self.head_dims))
             found.append(
-                f"head_dim={head_dim}, value_dim={value_dim} with contract {name} (it covers {widths}, both the same; others: ordered-v1)"
+                f"head_dim={head_dim}, value_dim={value_dim} with contract {name} (it covers {widths}, both the same; others: {self.others})"
             )
         unknown = sorted(features - self.features)
         if unknown:
-            found.append(f"{', '.join(unknown)} with contract {name} (ordered-v1 has them; it covers {', '.join(sorted(self.features))})")
+            known = ", ".join(sorted(self.features))
+            found.append(f"{', '.join(unknown)} with contract {name} ({self.others} has them; it covers {known})")
         return tuple(found)
 
 
@@ -145,6 +147,47 @@ CONTRACTS: dict[str, Contract] = {
             ),
         ),
     ),
+    "nvfp4-ordered-v1": Contract(
+        name="nvfp4-ordered-v1",
+        document="docs/contracts/nvfp4-v1.md",
+        operators=QAT,
+        reduction_order="ordered-v1 over operands in NVFP4, blocks of 16; P quantized from the row's final maximum",
+        accumulator_precision="float32",
+        split_k=False,
+        tf32=False,
+        tile=256,
+        guarantees=(
+            Guarantee("backend", _HALF, f"{_SUITE}/test_qat.py::test_bytes_equal_the_reference"),
+            Guarantee("batch size, slot and neighbours", (*_ROW, "dk", "dv"), f"{_SUITE}/test_qat.py::test_items_stand_alone"),
+            Guarantee("left or middle padding", (*_ROW, "dk", "dv"), f"{_SUITE}/test_qat.py::test_padding_moves_no_bit"),
+            Guarantee("later tokens of a causal call", _ROW, f"{_SUITE}/test_qat.py::test_later_tokens_move_no_bit"),
+            Guarantee("packed or alone", (*_ROW, "dk", "dv"), f"{_SUITE}/test_qat.py::test_packed_equals_alone"),
+            Guarantee("repetition and strides", _HALF, f"{_SUITE}/test_qat.py::test_same_call_same_bits"),
+        ),
+    ),
+    "nvfp4-sm90-v1": Contract(
+        name="nvfp4-sm90-v1",
+        document="docs/contracts/nvfp4-v1.md",
+        operators=QAT,
+        reduction_order="tensor-core steps of 16 over operands in NVFP4, ascending; P quantized from the row's final maximum",
+        accumulator_precision="float32, truncated in each tensor-core step",
+        split_k=False,
+        tf32=False,
+        tile=128,
+        guarantees=(
+            Guarantee("backend", _HALF, f"{_SUITE}/test_qat.py::test_bytes_equal_the_reference"),
+            Guarantee("batch size, slot and neighbours", (*_ROW, "dk", "dv"), f"{_SUITE}/test_qat.py::test_items_stand_alone"),
+            Guarantee("later tokens of a causal call", _ROW, f"{_SUITE}/test_qat.py::test_later_tokens_move_no_bit"),
+            Guarantee("packed or alone", (*_ROW, "dk", "dv"), f"{_SUITE}/test_qat.py::test_packed_equals_alone"),
+            Guarantee("repetition and strides", _HALF, f"{_SUITE}/test_qat.py::test_same_call_same_bits"),
+        ),
+        limits=Limits(
+            dtypes=("bfloat16", "float16"),
+            head_dims=(64, 128),
+            features=frozenset({"causal", "seqlens_q", "seqlens_k", "sinks", "return_lse", "gradient"}),
+            others="nvfp4-ordered-v1",
+        ),
+    ),
 }
 
 
@@ -169,4 +212,6 @@ def default_contract(op: str, dtype: str, head_dim: int, device: str) -> str:
     """The contract that runs when none is named. It depends on these four alone, so a trainer and a rollout cannot drift
     apart. Production attention has none."""
     del dtype, head_dim, device
+    if op in QAT:
+        return "nvfp4-ordered-v1"
     return "none" if op == PRODUCTION else "ordered-v1"

@@ -12,7 +12,8 @@ from attn_spec._capabilities import Capabilities
 from attn_spec._contract import contract as find_contract
 from attn_spec._contract import contract_reasons, default_contract
 from attn_spec._errors import BackendUnavailable, UnknownName, UnsupportedProblem
-from attn_spec._operators import OPERATORS, PRODUCTION, operator
+from attn_spec._operators import OPERATORS, PRODUCTION, QAT, operator
+from attn_spec._qat import QATConfig
 from attn_spec._registry import get_backend, in_order, load, parse
 from attn_spec._trace import Trace
 
@@ -23,11 +24,13 @@ class Op:
     """One operator of one backend: callable, with ``forward``, ``forward_fp32`` and ``forward_with_lse`` where they apply, and its
     ``trace``."""
 
-    def __init__(self, name: str, backend: Backend, engine: str, trace: Trace) -> None:
+    def __init__(self, name: str, backend: Backend, engine: str, trace: Trace, config: QATConfig | None = None) -> None:
         functions = backend.operators(engine)
         self.name, self.trace = name, trace
         self.forward: Callable[..., Any] = functions[name]
         self._float32 = functions.get(f"{name}.forward_fp32")
+        if config is not None:
+            self.forward = partial(self.forward, config=config)
         if trace.contract != default_contract(name, "float32", 1, trace.platform.split()[0]):
             self.forward = partial(self.forward, contract=trace.contract)
             self._float32 = None if self._float32 is None else partial(self._float32, contract=trace.contract)
@@ -51,15 +54,21 @@ class Op:
         return f"<{self.name} of {self.trace.selected_backend}, contract {self.trace.contract}>"
 
 
-def get_op(name: str, *, device: str = "cpu", backend: str | None = None, contract: str | None = None) -> Op:
+def get_op(
+    name: str, *, device: str = "cpu", backend: str | None = None, contract: str | None = None, config: QATConfig | None = None
+) -> Op:
     """The operator ``name`` for ``device`` ("cpu", "cuda", "rocm").
 
     Without ``backend`` the first usable one in the device's order is taken and each one passed over stands with its reasons in
     ``.trace.prior_rejections``.
-    A backend (``"NAME"`` or ``"NAME:engine"``) or contract asked for by name never falls back. Raises UnknownName, BackendUnavailable or
+    A backend (``"NAME"`` or ``"NAME:engine"``) or contract asked for by name never falls back. ``config`` (4-bit attention only; default
+    ``QATConfig()``) is bound to the operator, and its fingerprint stands in the trace. Raises UnknownName, BackendUnavailable or
     UnsupportedProblem.
     """
     operator(name)
+    if config is not None and name not in QAT:
+        raise ValueError(f"get_op: {name} takes no config; the operators that do: {', '.join(QAT)}")
+    config = QATConfig() if config is None and name in QAT else config
     if name == PRODUCTION:
         if contract is not None:
             raise UnsupportedProblem(
@@ -78,7 +87,7 @@ def get_op(name: str, *, device: str = "cpu", backend: str | None = None, contra
         reasons = _rejections(chosen, engine, name, wanted, device)
         if reasons:
             raise BackendUnavailable(backend, "; ".join(reasons))
-        return _op(name, chosen, engine, wanted, device, ())
+        return _op(name, chosen, engine, wanted, device, (), config)
     rejected: list[str] = []
     candidates = in_order(device)
     for candidate in candidates:
@@ -89,7 +98,7 @@ def get_op(name: str, *, device: str = "cpu", backend: str | None = None, contra
         for engine in loaded.backend.engines:
             reasons = _rejections(loaded.backend, engine, name, wanted, device)
             if not reasons:
-                return _op(name, loaded.backend, engine, wanted, device, tuple(rejected))
+                return _op(name, loaded.backend, engine, wanted, device, tuple(rejected), config)
             rejected.append(f"{candidate}:{engine}: {'; '.join(reasons)}")
     if not candidates:
         raise UnknownName("device", device, ("cpu", "cuda", "rocm"))
@@ -113,7 +122,7 @@ def _rejections(backend: Backend, engine: str, name: str, contract: str, device:
     return tuple(reasons)
 
 
-def _op(name: str, backend: Backend, engine: str, contract: str, device: str, rejected: tuple[str, ...]) -> Op:
+def _op(name: str, backend: Backend, engine: str, contract: str, device: str, rejected: tuple[str, ...], config: QATConfig | None) -> Op:
     arithmetic = None if name == PRODUCTION else find_contract(contract)
     trace = Trace(
         op=name,
@@ -127,5 +136,6 @@ def _op(name: str, backend: Backend, engine: str, contract: str, device: str, re
         platform=f"{device} {platform.machine()}",
         fallback=bool(rejected),
         prior_rejections=rejected,
+        config=None if config is None else config.fingerprint,
     )
-    return Op(name, backend, engine, trace)
+    return Op(name, backend, engine, trace, config)

@@ -9,11 +9,13 @@ from dataclasses import dataclass
 
 from attn_spec._errors import UnknownName
 
-__all__ = ["DTYPES", "OPERATORS", "PRODUCTION", "Operator", "operator"]
+__all__ = ["DTYPES", "OPERATORS", "PRODUCTION", "QAT", "Operator", "operator"]
 
 DTYPES = ("float32", "bfloat16", "float16")
 PRODUCTION = "attn"
 """The operator that is production attention, outside every contract; never a substitute for ``attention``."""
+QAT = ("qat_attention", "qat_attention_varlen")
+"""The operators that take a ``QATConfig``."""
 
 
 @dataclass(frozen=True)
@@ -36,6 +38,7 @@ class Operator:
 
 
 _ATTENTION_OPTIONS = ("causal", "scale", "window", "dropout_p", "dropout_seed", "return_lse")
+_QAT_OPTIONS = ("causal", "scale", "config", "return_lse")
 
 OPERATORS: dict[str, Operator] = {
     op.name: op
@@ -66,6 +69,22 @@ OPERATORS: dict[str, Operator] = {
             ("q", "k", "v", "sinks"),
             optional=("seqlens_q", "seqlens_k", "sinks"),
             options=_ATTENTION_OPTIONS,
+        ),
+        Operator(
+            "qat_attention",
+            ("q", "k", "v"),
+            ("out", "lse"),
+            ("q", "k", "v", "sinks"),
+            optional=("key_padding_mask", "sinks"),
+            options=_QAT_OPTIONS,
+        ),
+        Operator(
+            "qat_attention_varlen",
+            ("q", "k", "v", "cu_seqlens_q", "cu_seqlens_k"),
+            ("out", "lse"),
+            ("q", "k", "v", "sinks"),
+            optional=("seqlens_q", "seqlens_k", "sinks"),
+            options=_QAT_OPTIONS,
         ),
         Operator("attn", ("q", "k", "v"), ("out",), ("q", "k", "v"), options=("causal", "scale")),
     )

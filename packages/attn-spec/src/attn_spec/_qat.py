@@ -93,10 +93,21 @@ class QATConfig:
         }
         return hashlib.sha256(json.dumps(fields, sort_keys=True).encode()).hexdigest()[:16]
 
-    def reasons(self, *, causal: bool) -> tuple[str, ...]:
-        """Why a call is refused; empty when it is not. In a causal call no scale and no mean may span tokens that the mask separates."""
-        if not causal or not self.enabled:
+    def reasons(self, *, contract: str = "nvfp4-ordered-v1", features: frozenset[str] = frozenset()) -> tuple[str, ...]:
+        """Why a call that uses the keywords ``features`` is refused; empty when it is not.
+
+        In a causal call no scale and no mean may span tokens that the mask separates. A sink and a log-sum-exp stand beside scores of the
+        unsmoothed keys.
+        """
+        if not self.enabled:
             return ()
+        found = [f"smooth_k with {name} (it needs the scores before smoothing)" for name in ("sinks", "return_lse") if name in features]
+        found = found if self.smooth_k else []
+        if self.smooth_q and contract != "nvfp4-ordered-v1":
+            found.append(f"smooth_q with contract {contract} (nvfp4-ordered-v1 has it)")
+        return (*found, *(self._causal_reasons() if "causal" in features else ()))
+
+    def _causal_reasons(self) -> tuple[str, ...]:
         found = [f"{name} with causal=True (the mean holds later tokens)" for name in ("smooth_q", "smooth_k") if getattr(self, name)]
         quantized = self.quantize_q or self.quantize_k or self.quantize_v
         if self.qkv_outer == "tile" and quantized:

@@ -17,7 +17,8 @@ __all__ = ["Recording", "Trace"]
 
 @dataclass(frozen=True)
 class Trace:
-    """Which build computed a result, under which contract, and which backends were passed over on the way, with their reasons."""
+    """Which build computed a result, under which contract, and which backends were passed over on the way, with their reasons; for 4-bit
+    attention also the fingerprint of its ``QATConfig``."""
 
     op: str
     selected_backend: str
@@ -30,6 +31,7 @@ class Trace:
     platform: str
     fallback: bool = False
     prior_rejections: tuple[str, ...] = ()
+    config: str | None = None
 
     def as_dict(self) -> dict[str, Any]:
         return asdict(self)

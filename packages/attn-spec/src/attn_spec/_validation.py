@@ -13,13 +13,15 @@ from typing import Any
 
 from attn_spec._contract import contract as find_contract
 from attn_spec._contract import default_contract
-from attn_spec._operators import DTYPES, OPERATORS, PRODUCTION, operator
+from attn_spec._operators import DTYPES, OPERATORS, PRODUCTION, QAT, operator
 from attn_spec._problem import Problem
+from attn_spec._qat import QATConfig
 
 __all__ = ["ArrayInfo", "describe"]
 
 _INTEGERS = ("int32", "int64")
 _INT32_MAX = 2**31 - 1
+_FOUR_BIT_HEAD_DIMS = range(16, 257, 16)
 _FLOAT32_OVERFLOW = 2.0**128 - 2.0**103
 """Magnitudes from here on round to infinity in float32."""
 
@@ -65,7 +67,8 @@ def describe(
         find_contract(name)
     elif contract is not None:
         raise ValueError(f"{op}: it stands outside every contract, {contract} included; use 'attention'")
-    return Problem(op=op, dtype=dtype, device=device, contract=name, features=frozenset(features), **sizes)
+    config = options.get("config", QATConfig()) if op in QAT else None
+    return Problem(op=op, dtype=dtype, device=device, contract=name, features=frozenset(features), config=config, **sizes)
 
 
 def _check_devices(op: str, given: Mapping[str, ArrayInfo]) -> None:
@@ -159,6 +162,8 @@ def _is_integer_scalar(array: Any) -> bool:
 
 
 def _check_options(op: str, options: Mapping[str, Any]) -> None:
+    if not isinstance(options.get("config", QATConfig()), QATConfig):
+        raise TypeError(f"{op}: config must be a QATConfig; got {type(options['config']).__name__}")
     scale = options.get("scale")
     if scale is not None and not _is_finite_float32(scale):
         raise ValueError(f"{op}: scale must be a finite number or None; got {scale!r}")
@@ -249,7 +254,21 @@ def _av_gemm(given: Mapping[str, ArrayInfo], options: Mapping[str, Any]) -> tupl
 
 
 def _attention(given: Mapping[str, ArrayInfo], options: Mapping[str, Any]) -> tuple[dict[str, int], set[str]]:
-    op = "attention"
+    return _dense("attention", given, options)
+
+
+def _qat_attention(given: Mapping[str, ArrayInfo], options: Mapping[str, Any]) -> tuple[dict[str, int], set[str]]:
+    return _four_bit("qat_attention", *_dense("qat_attention", given, options))
+
+
+def _four_bit(op: str, sizes: dict[str, int], features: set[str]) -> tuple[dict[str, int], set[str]]:
+    _equal(op, "head dims", q=sizes["head_dim"], v=sizes["value_dim"])
+    if sizes["head_dim"] not in _FOUR_BIT_HEAD_DIMS:
+        raise ValueError(f"{op}: the head dim must be a multiple of 16 from 16 to 256; got {sizes['head_dim']}")
+    return sizes, features
+
+
+def _dense(op: str, given: Mapping[str, ArrayInfo], options: Mapping[str, Any]) -> tuple[dict[str, int], set[str]]:
     _float(op, given, "q", "k", "v")
     _rank(op, given, 4, "B, H, S, D", "q")
     _rank(op, given, 4, "B, K, T, D", "k", "v")
@@ -285,7 +304,14 @@ def _bias(op: str, bias: ArrayInfo, full: tuple[int, ...]) -> None:
 
 
 def _varlen(given: Mapping[str, ArrayInfo], options: Mapping[str, Any]) -> tuple[dict[str, int], set[str]]:
-    op = "attention_varlen"
+    return _packed("attention_varlen", given, options)
+
+
+def _qat_varlen(given: Mapping[str, ArrayInfo], options: Mapping[str, Any]) -> tuple[dict[str, int], set[str]]:
+    return _four_bit("qat_attention_varlen", *_packed("qat_attention_varlen", given, options))
+
+
+def _packed(op: str, given: Mapping[str, ArrayInfo], options: Mapping[str, Any]) -> tuple[dict[str, int], set[str]]:
     _float(op, given, "q", "k", "v")
     _rank(op, given, 3, "total, H, D", "q")
     _rank(op, given, 3, "total, K, D", "k", "v")
@@ -348,6 +374,8 @@ _CHECKS = {
     "joint_attn_av_gemm": _av_gemm,
     "attention": _attention,
     "attention_varlen": _varlen,
+    "qat_attention": _qat_attention,
+    "qat_attention_varlen": _qat_varlen,
     "joint_attention": _joint,
     "attn": _production,
 }

@@ -13,6 +13,8 @@ __all__ = [
     "joint_attn_av_gemm",
     "joint_attn_qk_gemm",
     "joint_attn_softmax",
+    "qat_attention",
+    "qat_attention_varlen",
 ]
 
 __version__ = "0.1.0"
@@ -24,3 +26,5 @@ joint_attn_av_gemm = _FUNCTIONS["joint_attn_av_gemm"]
 joint_attention = _FUNCTIONS["joint_attention"]
 attention = _FUNCTIONS["attention"]
 attention_varlen = _FUNCTIONS["attention_varlen"]
+qat_attention = _FUNCTIONS["qat_attention"]
+qat_attention_varlen = _FUNCTIONS["qat_attention_varlen"]

@@ -6,6 +6,7 @@ from attn_triton import (
     _attention_backward_launch,
     _attention_launch,
     _products_launch,
+    _qat_launch,
     _sm90_backward_launch,
     _sm90_launch,
     _softmax_launch,
@@ -29,3 +30,5 @@ class TritonKernels:
     attention_backward = staticmethod(_attention_backward_launch.attention_backward)
     attention_sm90_forward = staticmethod(_sm90_launch.attention_forward)
     attention_sm90_backward = staticmethod(_sm90_backward_launch.attention_backward)
+    qat_forward = staticmethod(_qat_launch.qat_forward)
+    qat_backward = staticmethod(_qat_launch.qat_backward)

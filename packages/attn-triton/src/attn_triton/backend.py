@@ -24,9 +24,11 @@ __all__ = ["BACKEND", "TritonBackend"]
 _OLDEST_CAPABILITY = (8, 0)
 _LAUNCHES = (_softmax_launch, _products_launch, _attention_launch, _attention_backward_launch)
 _ANY = frozenset({"causal", "window", "sinks", "return_lse", "gradient"})
+_QAT = _ANY - {"window"}
+_TENSOR_CORES = (sm90.CONTRACT, "nvfp4-sm90-v1")
 _CAPABILITIES = Capabilities(
     devices=("cuda", "rocm", "cpu"),
-    contracts=("ordered-v1", "ordered-v2", sm90.CONTRACT),
+    contracts=("ordered-v1", "ordered-v2", "nvfp4-ordered-v1", *_TENSOR_CORES),
     operators={
         "joint_attn_qk_gemm": OperatorSupport(frozenset({"gradient"})),
         "joint_attn_softmax": OperatorSupport(frozenset({"gradient", "key_padding_mask"})),
@@ -34,6 +36,8 @@ _CAPABILITIES = Capabilities(
         "joint_attention": OperatorSupport(frozenset({"gradient", "prompt_mask"}), max_head_dim=MAX_HEAD_DIM),
         "attention": OperatorSupport(_ANY | {"key_padding_mask", "kv_lengths", "q_start", "k_start", "bias"}, max_head_dim=MAX_HEAD_DIM),
         "attention_varlen": OperatorSupport(_ANY | {"seqlens_q", "seqlens_k"}, max_head_dim=MAX_HEAD_DIM),
+        "qat_attention": OperatorSupport(_QAT | {"key_padding_mask"}),
+        "qat_attention_varlen": OperatorSupport(_QAT | {"seqlens_q", "seqlens_k"}),
     },
 )
 
@@ -55,9 +59,9 @@ class TritonBackend(TorchBackend):
         return reason
 
     def reasons(self, problem: Problem, engine: str | None = None) -> tuple[str, ...]:
-        """Every reason why ``problem`` is refused; contract sm90-v1 asks more of the head dim and the device than the others."""
+        """Every reason why ``problem`` is refused; the contracts of tensor cores ask more of the head dim and the device."""
         found = super().reasons(problem, engine)
-        return found if problem.contract != sm90.CONTRACT else (*found, *_tensor_core_reasons(problem))
+        return found if problem.contract not in _TENSOR_CORES else (*found, *_tensor_core_reasons(problem))
 
     def runs_layers(self, device: str, engine: str | None = None) -> bool:
         return device != "cpu"
@@ -82,19 +86,23 @@ class TritonBackend(TorchBackend):
 
 
 def _tensor_core_reasons(problem: Problem) -> tuple[str, ...]:
-    """Why the kernels of contract sm90-v1 do not run ``problem``."""
+    """Why the kernels of a contract of tensor cores do not run ``problem``."""
     found = []
-    if problem.head_dim == problem.value_dim and problem.head_dim not in _sm90_configuration.HEAD_DIMS:
+    if (
+        problem.contract == sm90.CONTRACT
+        and problem.head_dim == problem.value_dim
+        and problem.head_dim not in _sm90_configuration.HEAD_DIMS
+    ):
         widths = ", ".join(map(str, _sm90_configuration.HEAD_DIMS))
-        found.append(f"head_dim={problem.head_dim} with contract {sm90.CONTRACT} (supported: {widths}; others: ordered-v1)")
-    device = _tensor_core_device(problem.device)
+        found.append(f"head_dim={problem.head_dim} with contract {problem.contract} (supported: {widths}; others: ordered-v1)")
+    device = _tensor_core_device(problem.device, problem.contract)
     return tuple(found) if device is None else (*found, device)
 
 
 @torch.compiler.assume_constant_result
-def _tensor_core_device(device: str) -> str | None:
-    """Why contract sm90-v1 does not run on ``device``, or None."""
-    needs = f"contract {sm90.CONTRACT} needs an NVIDIA GPU of compute capability 9.0; attn_reference has its bits on the CPU"
+def _tensor_core_device(device: str, contract: str) -> str | None:
+    """Why a contract of tensor cores does not run on ``device``, or None."""
+    needs = f"contract {contract} needs an NVIDIA GPU of compute capability 9.0; attn_reference has its bits on the CPU"
     if device != "cuda":
         return f"device {device} ({needs})"
     if INTERPRETED:

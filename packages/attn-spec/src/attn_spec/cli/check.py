@@ -14,7 +14,7 @@ from attn_spec._backend import Backend, Call
 from attn_spec._compare import Difference, difference
 from attn_spec._dispatch import get_op
 from attn_spec._errors import UnsupportedProblem
-from attn_spec._operators import OPERATORS
+from attn_spec._operators import OPERATORS, QAT
 from attn_spec._registry import get_backend, parse
 from attn_spec._trace import Recording
 from attn_spec.testing.inputs import Sizes, outputs_of, random_call, select
@@ -154,11 +154,11 @@ def _side(text: str) -> int | None:
 
 
 _KEYWORDS = {
-    "causal": ("attention", "attention_varlen"),
+    "causal": ("attention", "attention_varlen", *QAT),
     "window": ("attention", "attention_varlen"),
-    "sinks": ("attention", "attention_varlen"),
-    "padding": ("attention", "joint_attn_softmax", "joint_attention"),
-    "keys": ("attention", "attention_varlen", "joint_attn_qk_gemm", "joint_attn_softmax", "joint_attn_av_gemm"),
+    "sinks": ("attention", "attention_varlen", *QAT),
+    "padding": ("attention", "qat_attention", "joint_attn_softmax", "joint_attention"),
+    "keys": ("attention", "attention_varlen", *QAT, "joint_attn_qk_gemm", "joint_attn_softmax", "joint_attn_av_gemm"),
 }
 """The operators that each option of the command applies to."""
 

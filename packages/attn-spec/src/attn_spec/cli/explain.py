@@ -13,7 +13,7 @@ from attn_spec._operators import DTYPES, OPERATORS
 from attn_spec._problem import Problem
 from attn_spec._registry import explain, in_order
 
-_VALUES = {"scale", "out_dtype", "dropout_p", "dropout_seed"}
+_VALUES = {"scale", "out_dtype", "dropout_p", "dropout_seed", "config"}
 FEATURES = {name for op in OPERATORS.values() for name in (*op.optional, *op.options)} - _VALUES | {"dropout"}
 """Names of the keywords that a problem may use."""
 

@@ -4,11 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 import numpy as np
 
 from attn_spec._arrays import from_float32
 from attn_spec._backend import Call
+from attn_spec._operators import QAT
+from attn_spec._qat import QATConfig
 
 __all__ = ["Sizes", "outputs_of", "random_call", "select"]
 
@@ -61,16 +64,16 @@ def random_call(op: str, dtype: str, sizes: Sizes, seed: int = 0, *, gradients: 
         out = (*q[:3], value_dim)
         call = Call(op, arrays, {}, {"out_txt": normal(out), "out_img": normal(out)}, tuple(arrays))
         mask = generator.random((sizes.batch, sizes.queries)) < 0.7 if sizes.padding else None
-    elif op == "attention":
+    elif op in ("attention", "qat_attention"):
         arrays = {"q": normal(q), "k": normal(k), "v": normal(v)}
         call = _attention(op, arrays, sizes, {"out": normal((*q[:3], value_dim)), "lse": normal(q[:3], "float32")}, normal)
-    elif op == "attention_varlen":
+    elif op in ("attention_varlen", "qat_attention_varlen"):
         call = _varlen(op, sizes, keys, kv_heads, value_dim, normal)
     else:
         raise ValueError(f"no random call for operator {op!r}")
     if mask is not None:
         name = "prompt_mask" if op == "joint_attention" else "key_padding_mask"
-        if op in ("joint_attn_softmax", "joint_attention", "attention"):
+        if op in ("joint_attn_softmax", "joint_attention", "attention", "qat_attention"):
             call = replace(call, arrays={**call.arrays, name: mask})
     return call if gradients else replace(call, cotangents=None, wrt=())
 
@@ -80,7 +83,8 @@ def _attention(op: str, arrays: dict[str, np.ndarray], sizes: Sizes, cotangents:
     if sizes.sinks:
         arrays["sinks"] = np.linspace(-2.0, 3.0, sizes.heads, dtype=np.float32)
         wrt = (*wrt, "sinks")
-    options = {"causal": sizes.causal, "window": sizes.window, "return_lse": True}
+    options: dict[str, Any] = {"causal": sizes.causal, "return_lse": True}
+    options |= {"config": QATConfig.training(causal=sizes.causal)} if op in QAT else {"window": sizes.window}
     return Call(op, arrays, options, cotangents, wrt)
 
 
@@ -104,7 +108,7 @@ def _varlen(op: str, sizes: Sizes, keys: int, kv_heads: int, value_dim: int, nor
 
 def select(call: Call, items: Sequence[int]) -> Call:
     """The call on the batch items (packed: segments) ``items``, in that order; items may repeat."""
-    if call.op == "attention_varlen":
+    if call.op.endswith("_varlen"):
         return _select_packed(call, items)
     keep = np.asarray(items, dtype=np.int64)
     arrays = {name: array if name == "sinks" or _broadcast(call, name) else array[keep] for name, array in call.arrays.items()}
@@ -139,7 +143,7 @@ def _select_packed(call: Call, items: Sequence[int]) -> Call:
 
 def outputs_of(call: Call, results: dict[str, np.ndarray], item: int) -> dict[str, np.ndarray]:
     """The part of ``results`` that belongs to batch item (segment) ``item``; sums over the batch (dsinks, dbias) are left out."""
-    if call.op != "attention_varlen":
+    if not call.op.endswith("_varlen"):
         return {name: array[item] for name, array in results.items() if name not in ("dsinks", "dbias")}
     rows = {name: slice(*call.arrays[f"cu_seqlens_{name}"][item : item + 2]) for name in ("q", "k")}
     found = {}

@@ -8,7 +8,9 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-__all__ = ["AttentionInputs", "Kernels", "TensorCoreKernels"]
+from attn_spec._qat import QATConfig
+
+__all__ = ["AttentionInputs", "Kernels", "QatKernels", "TensorCoreKernels"]
 
 
 @dataclass(slots=True)
@@ -100,3 +102,22 @@ class TensorCoreKernels(Kernels, Protocol):
         self, inputs: AttentionInputs, dout: Tensor, dlse: Tensor | None, out: Tensor, lse: Tensor, needs: frozenset[str]
     ) -> dict[str, Tensor]:
         """``attention_backward`` of contract sm90-v1, from out and LSE; no bias."""
+
+
+class QatKernels(Kernels, Protocol):
+    """Kernels of an engine that has 4-bit attention; ``config.enabled`` is True. ``bias``, windows, starts and dropout are absent."""
+
+    def qat_forward(self, inputs: AttentionInputs, config: QATConfig, contract: str) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """out (layout and dtype of q), LSE, and the row maximum and sum (float32, ``inputs.row_shape``)."""
+
+    def qat_backward(
+        self,
+        inputs: AttentionInputs,
+        config: QATConfig,
+        contract: str,
+        dout: Tensor,
+        dlse: Tensor | None,
+        saved: tuple[Tensor, Tensor, Tensor, Tensor],
+        needs: frozenset[str],
+    ) -> dict[str, Tensor]:
+        """Gradients of the names in ``needs`` (q, k, v, sinks) from the results of ``qat_forward``, each with the dtype of its input."""

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from attn_spec import _sm90 as sm90
 from attn_spec._errors import UnsupportedProblem
-from attn_spec._operators import PRODUCTION
+from attn_spec._operators import PRODUCTION, QAT
 from attn_spec._registry import get_backend
 from attn_spec.torch._acceptance import Acceptance
 from attn_spec.torch._arguments import (
@@ -23,6 +23,7 @@ from attn_spec.torch._arguments import (
     seed_of,
     starts,
 )
+from attn_spec.torch._qat import QatOperators
 from attn_spec.torch._registration import register
 
 if TYPE_CHECKING:
@@ -34,7 +35,7 @@ __all__ = ["Operators"]
 Outputs = Tensor | tuple[Tensor, Tensor]
 
 
-class Operators:
+class Operators(QatOperators):
     """Public functions over the kernels of one engine, registered under ``torch.ops.<namespace>``.
 
     Every function checks its arguments first (ValueError, TypeError), then asks the backend's capabilities (UnsupportedProblem), and only
@@ -43,7 +44,7 @@ class Operators:
     """
 
     def __init__(self, backend: TorchBackend, engine: str, namespace: str, kernels: Kernels) -> None:
-        self._backend, self._engine = backend, engine
+        self._backend, self._engine, self._kernels = backend, engine, kernels
         self._out_dtype: torch.dtype | None = None
         self._check = Acceptance(backend, engine)
         self._operations = register(namespace, kernels, backend.capabilities(engine))
@@ -59,7 +60,7 @@ class Operators:
         vars(upcast).update(vars(self), _out_dtype=torch.float32)
         for name in self._backend.capabilities(self._engine).operators:
             found[name] = getattr(self, name)
-            if name not in ("joint_attn_qk_gemm", PRODUCTION):
+            if name not in ("joint_attn_qk_gemm", PRODUCTION, *QAT):
                 found[f"{name}.forward_fp32"] = getattr(upcast, name)
         return found
 
