@@ -34,10 +34,8 @@ class Limits:
         if dtype not in self.dtypes:
             found.append(f"dtype {dtype} with contract {name} (it covers {', '.join(self.dtypes)}; others: {self.others})")
         if head_dim not in self.head_dims or value_dim != head_dim:
-            widths = ", ".join(map(str, self.head_dims))
-            found.append(
-                f"head_dim={head_dim}, value_dim={value_dim} with contract {name} (it covers {widths}, both the same; others: {self.others})"
-            )
+            widths, sizes = ", ".join(map(str, self.head_dims)), f"head_dim={head_dim}, value_dim={value_dim}"
+            found.append(f"{sizes} with contract {name} (it covers {widths}, both the same; others: {self.others})")
         unknown = sorted(features - self.features)
         if unknown:
             known = ", ".join(sorted(self.features))

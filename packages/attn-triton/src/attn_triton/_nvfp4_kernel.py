@@ -23,7 +23,6 @@ BLOCK = tl.constexpr(BLOCK_VALUES)
 ROW = tl.constexpr(OUTERS["row"])
 TILE = tl.constexpr(OUTERS["tile"])
 INFINITY = tl.constexpr(float("inf"))
-NAN = tl.constexpr(float("nan"))
 MEAN_ROWS = tl.constexpr(16)
 
 
@@ -42,13 +41,13 @@ def _block_scale(largest, encode):
     normal = ((bits + (0x7FFFF + ((bits >> 20) & 1))) & -0x100000).to(tl.float32, bitcast=True)
     small = ((t * 512.0 + 8388608.0) - 8388608.0) * 0.001953125
     scale = tl.where(t < 0.015625, small, tl.where(normal > 448.0, 448.0, normal))
-    return tl.where((largest < INFINITY) & (t == t), scale, NAN)
+    return tl.where((largest < INFINITY) & (t == t), scale, float("nan"))
 
 
 @device_function
 def _rounded_e2m1(y):
-    """The nearest of 0, 0.5, 1, 1.5, 2, 3, 4, 6 with the sign of y, ties to the even code: sums with a power of two round to steps of 0.5, 1
-    and 2."""
+    """The nearest of 0, 0.5, 1, 1.5, 2, 3, 4, 6 with the sign of y, ties to the even code: sums with a power of two round
+    to steps of 0.5, 1 and 2."""
     a = tl.minimum(tl.abs(y), 6.0)
     step = tl.where(a < 2.0, 4194304.0, tl.where(a < 4.0, 8388608.0, 16777216.0))
     rounded = (a + step) - step
@@ -68,8 +67,8 @@ def _quantized(x, scale, decode, DECODED: tl.constexpr):
 
 @device_function
 def quantized_along_columns(x, encode, decode, DECODED: tl.constexpr):
-    """x float32 [R, C] rounded in blocks of 16 columns; ``encode`` and ``decode`` are [R, 1] or [1, 1]. Without DECODED the values are those
-    before the product with ``decode``, with at most six significant bits."""
+    """x float32 [R, C] rounded in blocks of 16 columns; ``encode`` and ``decode`` are [R, 1] or [1, 1]. Without DECODED the
+    values are those before the product with ``decode``, with at most six significant bits."""
     blocks = tl.reshape(x, [x.shape[0], x.shape[1] // BLOCK, BLOCK])
     scale = _block_scale(_largest(blocks, 2), encode)
     return tl.reshape(_quantized(blocks, scale[:, :, None], decode[:, :, None], DECODED), x.shape)
@@ -87,7 +86,7 @@ def quantized_along_rows(x, encode, decode, DECODED: tl.constexpr):
 def _outer_scales(largest):
     """Encoding and decoding scale of rows or tiles with that largest magnitude."""
     encode = tl.div_rn(tl.full(largest.shape, 2688.0, tl.float32), tl.where(largest > 1e-8, largest, 1e-8))
-    encode = tl.where(largest < INFINITY, encode, NAN)
+    encode = tl.where(largest < INFINITY, encode, float("nan"))
     return encode, tl.div_rn(tl.full(largest.shape, 1.0, tl.float32), encode)
 
 
@@ -138,18 +137,17 @@ def fake_quantize(
             _store(smoothed + into, x, present, INTEGER_ROUNDING)
         if quantized is not None:
             if OUTER != ROW and OUTER != TILE:
-                encode = tl.full([1, 1], encode, tl.float32)
-                decode = tl.full([1, 1], decode, tl.float32)
+                up, down = tl.full([1, 1], encode, tl.float32), tl.full([1, 1], decode, tl.float32)
             elif ALONG_TOKENS:
-                encode, decode = _outer_scales(tl.load(peaks + of_item, mask=inside, other=0.0)[None, :])
+                up, down = _outer_scales(tl.load(peaks + of_item, mask=inside, other=0.0)[None, :])
             elif OUTER == ROW:
-                encode, decode = _outer_scales(_largest(x, 1)[:, None])
+                up, down = _outer_scales(_largest(x, 1)[:, None])
             else:
-                encode, decode = _outer_scales(tl.full([1, 1], 0.0, tl.float32) + _largest(_largest(x, 1), 0))
+                up, down = _outer_scales(tl.full([1, 1], 0.0, tl.float32) + _largest(_largest(x, 1), 0))
             if ALONG_TOKENS:
-                values = quantized_along_rows(x, encode, decode, True)
+                values = quantized_along_rows(x, up, down, True)
             else:
-                values = quantized_along_columns(x, encode, decode, True)
+                values = quantized_along_columns(x, up, down, True)
             _store(quantized + into, values, present, INTEGER_ROUNDING)
 
 

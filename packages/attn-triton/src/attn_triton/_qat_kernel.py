@@ -29,12 +29,11 @@ def _weights(x, m, encode, decode, QUANTIZE: tl.constexpr, ROWS_FIRST: tl.conste
     masked = x == NEGATIVE_INFINITY
     e = tl.where(masked, 0.0, exp_nonpositive(x - tl.where(m == NEGATIVE_INFINITY, 0.0, m)))
     if QUANTIZE:
-        encode = tl.full([1, 1], encode, tl.float32)
-        decode = tl.full([1, 1], decode, tl.float32)
+        up, down = tl.full([1, 1], encode, tl.float32), tl.full([1, 1], decode, tl.float32)
         if ROWS_FIRST:
-            e = quantized_along_columns(e, encode, decode, True)
+            e = quantized_along_columns(e, up, down, True)
         else:
-            e = quantized_along_rows(e, encode, decode, True)
+            e = quantized_along_rows(e, up, down, True)
         e = tl.where(masked, 0.0, e)
     return e, masked
 
