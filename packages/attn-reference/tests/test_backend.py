@@ -14,6 +14,7 @@ from attn_reference import pytorch
 from attn_reference.backend import BACKEND
 from attn_spec import Call, Problem, UnsupportedProblem
 from attn_spec._errors import UnknownName
+from attn_spec._operators import QAT
 from float_bits import same_bits
 
 PUBLIC = ("attention", "attention_varlen", "joint_attention", "joint_attn_av_gemm", "joint_attn_qk_gemm", "joint_attn_softmax")
@@ -37,7 +38,7 @@ def test_entry_point_imports_first() -> None:
 
 def test_every_engine_lists_the_operators_and_only_pytorch_production() -> None:
     assert set(PUBLIC) < set(BACKEND.capabilities("pytorch").operators)
-    assert set(BACKEND.capabilities("pytorch").operators) - set(BACKEND.capabilities("host").operators) == {"attn"}
+    assert set(BACKEND.capabilities("pytorch").operators) - set(BACKEND.capabilities("host").operators) == {"attn", *QAT}
     with pytest.raises(UnknownName, match="known: host, pytorch"):
         BACKEND.capabilities("triton")
 

@@ -13,6 +13,7 @@ from attn_spec import Call, UnsupportedProblem
 from attn_spec._arrays import from_float32
 from attn_spec._errors import UnknownName
 from attn_spec._operators import OPERATORS
+from attn_spec.testing.inputs import Sizes, random_call
 from attn_spec.testing.runner import Evaluate, Refused, Runner
 
 from attn_shared_tests import faulty, problems
@@ -194,6 +195,8 @@ def test_capabilities_and_behaviour_agree(backend: Runner, op: str) -> None:
         "attention": lambda: problems.attention(return_lse=False),
         "attention_varlen": lambda: problems.varlen((2,), return_lse=False),
         "joint_attention": problems.joint,
+        "qat_attention": lambda: random_call("qat_attention", "float32", Sizes(queries=2, head_dim=16)),
+        "qat_attention_varlen": lambda: random_call("qat_attention_varlen", "float32", Sizes(queries=2, head_dim=16)),
         "joint_attn_softmax": lambda: problems.softmax((2, 3)),
         "joint_attn_qk_gemm": lambda: Call("joint_attn_qk_gemm", {"q": _zeros(1, 1, 2, 3), "k": _zeros(1, 1, 2, 3)}),
         "joint_attn_av_gemm": lambda: Call("joint_attn_av_gemm", {"probs": _zeros(1, 1, 2, 3), "v": _zeros(1, 1, 3, 2)}),

@@ -29,13 +29,18 @@ FAR = tl.constexpr(1 << 30)
 
 
 @device_function
+def _seen(rows, tile):
+    """Which rows see which keys of a tile, [M, N]."""
+    return (tile * N + tl.arange(0, N))[None, :] < rows.upper[:, None]
+
+
+@device_function
 def _scores(q, k_tiles, item, kv_head, rows, tile, MASKED: tl.constexpr, D: tl.constexpr, PACKED: tl.constexpr):
-    """Unscaled scores [M, N] of a key tile, -inf where masked, and what is seen."""
+    """Unscaled scores [M, N] of a key tile, -inf where masked."""
     s = tl.dot(q, key_block(k_tiles, item, kv_head, tile * N, PACKED, D).T)
-    seen = (tile * N + tl.arange(0, N))[None, :] < rows.upper[:, None]
     if MASKED:
-        s = tl.where(seen, s, NEGATIVE_INFINITY)
-    return s, seen
+        s = tl.where(_seen(rows, tile), s, NEGATIVE_INFINITY)
+    return s
 
 
 @device_function
@@ -44,13 +49,13 @@ def _output_tile(
     QUANTIZE: tl.constexpr, MASKED: tl.constexpr, PACKED: tl.constexpr, GARBAGE: tl.constexpr
 ):  # fmt: skip
     """Class sums and O after one more tile."""
-    s, seen = _scores(q, k_tiles, item, kv_head, rows, tile, MASKED, D, PACKED)
+    s = _scores(q, k_tiles, item, kv_head, rows, tile, MASKED, D, PACKED)
     p = ex2(tl.fma(s, c, -z[:, None]))
     classes = classes + class_sums(p, M, N)
     if QUANTIZE:
         p = quantized_along_columns(p, encode, decode, False)
         if MASKED:
-            p = tl.where(seen, p, 0.0)
+            p = tl.where(_seen(rows, tile), p, 0.0)
     v = key_block(v_tiles, item, kv_head, tile * N, PACKED, D)
     if MASKED and GARBAGE:
         v = tl.where(((tile * N + tl.arange(0, N)) < item.used)[:, None], v, 0.0)
@@ -92,10 +97,10 @@ def qat_forward(
     q = query_block(arrays, item, rows, D)
     top = tl.full((ROWS,), NEGATIVE_INFINITY, tl.float32)
     for tile in tl.range(begin, full_end, num_stages=STAGES):
-        s, _ = _scores(q, k_tiles, item, kv_head, rows, tile, False, D, PACKED)
+        s = _scores(q, k_tiles, item, kv_head, rows, tile, False, D, PACKED)
         top = tl.maximum(top, tl.max(s, axis=1))
     for tile in tl.range(full_end, end, num_stages=STAGES):
-        s, _ = _scores(q, k_tiles, item, kv_head, rows, tile, True, D, PACKED)
+        s = _scores(q, k_tiles, item, kv_head, rows, tile, True, D, PACKED)
         top = tl.maximum(top, tl.max(s, axis=1))
     n = top * c
     sink = _sinks(arrays, rows)
@@ -135,13 +140,13 @@ def _delta_tile(
     PACKED: tl.constexpr, GARBAGE: tl.constexpr
 ):  # fmt: skip
     """Class sums of P * dP after one more tile."""
-    s, seen = _scores(q, k_tiles, item, kv_head, rows, tile, MASKED, D, PACKED)
+    s = _scores(q, k_tiles, item, kv_head, rows, tile, MASKED, D, PACKED)
     v = key_block(v_tiles, item, kv_head, tile * N, PACKED, D)
     if MASKED and GARBAGE:
         v = tl.where(((tile * N + tl.arange(0, N)) < item.used)[:, None], v, 0.0)
     terms = (ex2(tl.fma(s, c, -z[:, None])) * inverse[:, None]) * tl.dot(do, v.T)
     if MASKED:
-        terms = tl.where(seen, terms, 0.0)
+        terms = tl.where(_seen(rows, tile), terms, 0.0)
     return classes + class_sums(terms, M, N)
 
 
