@@ -11,6 +11,7 @@ import pytest
 from attn_spec import Call, QATConfig, get_op
 from attn_spec._compare import difference
 from attn_spec._errors import ContractViolation
+from attn_spec._registry import get_backend
 from attn_spec.testing.asserts import assert_same, assert_zero
 from attn_spec.testing.inputs import Sizes, outputs_of, random_call, select
 from attn_spec.testing.runner import Evaluate, Runner
@@ -27,6 +28,12 @@ CONFIGS = {
     "P as it is": QATConfig(quantize_p=False),
     "disabled": QATConfig(enabled=False),
 }
+
+
+@pytest.fixture
+def reference() -> Evaluate:
+    """attn_reference's definition: its compiled kernels do not have these operators."""
+    return lambda call: get_backend("attn_reference").evaluate(call, engine="pytorch")
 
 
 def qat_call(contract: str, config: QATConfig = CAUSAL, *, op: str = "qat_attention", seed: int = 0, **sizes: Any) -> Call:
