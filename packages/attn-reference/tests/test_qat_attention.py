@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 import torch
-from attn_reference import attention, attention_fp32, qat_attention
-from attn_reference.nvfp4 import fake_quantize
+from attn_reference import attention, attention_fp32, nvfp4, qat_attention
+from attn_reference.nvfp4 import fake_quantize, quantize
 from attn_spec import QATConfig, UnsupportedProblem
 from float_bits import same_bits
 from torch import Tensor
@@ -51,6 +51,39 @@ def test_dv_does_not_collapse_with_length(keys: int) -> None:
     assert cosine(found, exact) >= 0.99
     if keys == 4096:
         assert cosine(fake_quantize(probs).T @ dout[0, 0], probs.T @ dout[0, 0]) < 0.5, "and loses most of dV at logit std 1"
+
+
+def test_dv_at_the_length_of_a_video() -> None:
+    """31,200 keys, logit std 1: normalised P of about 3e-5 a key has no 4-bit value with block scales alone."""
+    q, k, v, dout = qkv(queries=1, keys=31_200)
+    found = run(q, k, v, dout, config=ONLY_P)[3]
+    probs = torch.softmax(q.double() @ k.double().mT / 4, -1)
+    exact = probs.mT @ dout.double()
+    assert cosine(found, exact) >= 0.99 and abs(float(found.double().norm() / exact.norm()) - 1) < 0.01
+    faulty = fake_quantize(probs[0, 0].float()).double().mT @ dout[0, 0].double()
+    assert cosine(faulty, exact) < 0.6, "the faulty formula quantizes normalised P"
+
+
+def test_a_small_block_underflows_by_rule() -> None:
+    """A block whose largest value is 0.00585 has scale 0 and is +0, one of 0.0059 has scale 2^-9; a uniform row of P keeps its mass."""
+    for largest, scale in ((0.00585, 0), (0.0059, 1)):
+        packed = quantize(torch.full((1, 16), largest))
+        assert int(packed.scales) == scale and bool(packed.codes.any()) == bool(scale)
+    q, k, _, _ = qkv(keys=4096)
+    out = qat_attention(q * 0, k, torch.ones_like(k), config=ONLY_P)
+    torch.testing.assert_close(out, torch.ones_like(out), rtol=1e-5, atol=0)
+    assert not fake_quantize(torch.full((1, 4096), 1 / 4096)).any(), "the faulty formula: O = 0"
+
+
+def test_the_outer_scale_of_p_does_not_cancel(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Scale 2, descale 1/3: O scales by 2/3 and LSE stays. A test in which both sides take the same pair could not see a wrong one."""
+    q, k, v, _ = qkv()
+    right = qat_attention(q, k, v, config=replace(ONLY_P, p_outer=2.0), return_lse=True)
+    values = nvfp4._values
+    monkeypatch.setattr(nvfp4, "_values", lambda codes, scales, decoding: values(codes, scales, decoding * (2 / 3)))
+    found = qat_attention(q, k, v, config=replace(ONLY_P, p_outer=2.0), return_lse=True)
+    assert same_bits(found[1], right[1]) and not same_bits(found[0], right[0])
+    assert 0.6 < float((found[0] * right[0]).sum() / right[0].square().sum()) < 0.75
 
 
 def test_one_large_logit_leaves_the_others_their_mass() -> None:
