@@ -13,8 +13,8 @@ from test_compiled_attention import broken
 from test_compiled_sm90 import RULES
 
 PRODUCTS = {"qat_forward": 3, "qat_row_values": 2, "qat_query_gradients": 3, "qat_key_gradients": 4}
-SPILLED = {"ordered, qat_value_sums": ("16 bytes of stack memory", "local memory")}
-"""What the compiler may spill of a block of P beside its scales, on sm_100 and sm_120."""
+SPILLED = {"ordered, qat_value_sums": 16}
+"""Bytes of stack that a thread may have: on sm_100 and sm_120 a block of P beside its scales fills the registers of that one."""
 STACK = 128
 """Bytes of stack that a thread of a kernel with two accumulators may have."""
 
@@ -38,6 +38,11 @@ def kernel(entry):
     return entry["name"].split(", ")[1]
 
 
+def tolerated(entry, rule):
+    spill = re.fullmatch(r"(\d+) bytes of stack memory|local memory", rule)
+    return spill is not None and entry.get("stack", 0) <= SPILLED.get(entry["name"], -1)
+
+
 def offences(entry):
     """Rules of the tensor-core contract that the code of an entry breaks."""
     found = [rule for rule, pattern in RULES.items() if rule != "local memory" and re.search(pattern, entry["assembly"])]
@@ -53,7 +58,7 @@ def test_every_kernel_is_there(compiled):
 
 @pytest.mark.parametrize("arch", ORDERED)
 def test_ordered_kernels_keep_the_rules(compiled, arch):
-    found = {entry["name"]: [rule for rule in broken(entry) if rule not in SPILLED.get(entry["name"], ())] for entry in of(compiled, arch)}
+    found = {entry["name"]: [rule for rule in broken(entry) if not tolerated(entry, rule)] for entry in of(compiled, arch)}
     assert not any(found.values()), found
 
 

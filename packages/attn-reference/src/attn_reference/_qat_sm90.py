@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import torch
 from attn_spec import QATConfig
+from attn_spec._qat import Outer
 from attn_spec.torch import AttentionInputs
 from torch import Tensor
 
@@ -37,7 +38,8 @@ class _Quantized:
         self.q, self.k, self.v = self._halves(q, k, v, lambda operand: operand.quantized)
         self.q_back, self.k_back, self.v_back = self._halves(q, k, v, lambda operand: operand.backward(config))
         self.visible = self.item.visible()
-        self.outer = _OF_ONE if config.p_outer == "row" else 1.0 if config.p_outer == "none" else config.p_outer
+        named = _OF_ONE if config.p_outer == "row" else 1.0
+        self.outer = named if isinstance(config.p_outer, str) else config.p_outer
         self.decoding = self.item.constant(1.0) / self.item.constant(self.outer if config.quantize_p else 1.0)
 
     def _halves(self, q: Operand, k: Operand, v: Operand, which: object) -> tuple[Tensor, Tensor, Tensor]:
@@ -59,7 +61,7 @@ class _Quantized:
         """P in half, without the outer decoding scale; masked pairs are +0."""
         if not self.config.quantize_p:
             return nearest(torch.where(shown, e, 0.0), self.half)
-        outer = "none" if self.config.p_outer == "none" else self.outer
+        outer: Outer = "none" if self.config.p_outer == "none" else self.outer
         values = fake_quantize(e, outer=outer, decode_outer=False)
         return nearest(torch.where(shown, values, 0.0), self.half)
 

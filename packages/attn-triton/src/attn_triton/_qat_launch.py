@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 from attn_spec import QATConfig
@@ -68,7 +69,7 @@ class _Call:
     def of(cls, inputs: AttentionInputs, config: QATConfig) -> _Call:
         found = operands(inputs, config, torch.float32)
         bias = None if found.q.mean is None else _mean_scores(inputs, found.q.mean, found.k.original)
-        tensors = {"q": found.q.quantized, "k": found.k.quantized, "v": found.v.quantized, "bias": bias}
+        tensors: dict[str, Any] = {"q": found.q.quantized, "k": found.k.quantized, "v": found.v.quantized, "bias": bias}
         return cls(replace(inputs, **tensors), config, found)
 
 
@@ -135,7 +136,8 @@ def qat_backward(
         right = call.operands.k.backward(config)
         problem = attention_problem(replace(call.inputs, k=right))
         turned = (call.inputs.q, call.inputs.k, call.operands.v.backward(config), dout)
-        columns = Columns(*(part for tensor in turned for part in _turned(tensor, inputs.packed)))
+        parts: list[Any] = [part for tensor in turned for part in _turned(tensor, inputs.packed)]
+        columns = Columns(*parts)
         device = platform(inputs.q.device)
         passes = _Backward(call.inputs, problem, columns, dout, saved[2], saved[3], CONFIGS[device], device == "cuda")
         if "v" in found:

@@ -134,7 +134,7 @@ class QatOperators:
             return found
         check_offsets("cu_seqlens_q", cu_seqlens_q, q.shape[0], seqlens_q)
         check_offsets("cu_seqlens_k", cu_seqlens_k, k.shape[0], seqlens_k)
-        places = {"cu_seqlens_q": int64(cu_seqlens_q), "cu_seqlens_k": int64(cu_seqlens_k)}
+        places: dict[str, Any] = {"cu_seqlens_q": int64(cu_seqlens_q), "cu_seqlens_k": int64(cu_seqlens_k)}
         places |= {"seqlens_q": int64(seqlens_q), "seqlens_k": int64(seqlens_k)}
         inputs = AttentionInputs(q, k, v, sinks=float32(sinks), causal=causal, scale=scale_of(scale, q), **places)
         return self._quantized(inputs, config, contract, return_lse)
