@@ -26,7 +26,7 @@ def python(code, **environment):
 
 def test_public_names():
     joint = {"joint_attention", "joint_attn_av_gemm", "joint_attn_qk_gemm", "joint_attn_softmax"}
-    assert set(attn_triton.__all__) == {"__version__", "attention", "attention_varlen", *joint}
+    assert set(attn_triton.__all__) == {"__version__", "attention", "attention_varlen", "qat_attention", "qat_attention_varlen", *joint}
     assert set(attn_triton.__all__) - {"__version__"} == set(BACKEND.capabilities().operators)
     assert all(hasattr(attn_triton, name) for name in attn_triton.__all__)
 
