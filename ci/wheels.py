@@ -7,6 +7,7 @@ other. Each wheel is built in isolation from its sdist, as a user's installer wo
 from __future__ import annotations
 
 import argparse
+import fcntl
 import hashlib
 import json
 import shutil
@@ -83,6 +84,13 @@ def main(arguments: Sequence[str]) -> int:
     options = parser.parse_args(arguments)
     dist, fresh = ROOT / "dist", ROOT / "build" / "dist"
     dist.mkdir(exist_ok=True)
+    with (dist / ".lock").open("w") as lock:  # sessions may run side by side
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        return build(options, dist, fresh)
+
+
+def build(options: argparse.Namespace, dist: Path, fresh: Path) -> int:
+    """Build what has changed; 1 where a build fails."""
     compilers = tools(options.python)
     for folder in options.folders:
         architectures = options.cuda_architectures if Path(folder).name == "attn-cuda" else ""
