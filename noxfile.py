@@ -128,19 +128,20 @@ def install_third_party(
     session.install(*limits, *requirements)
 
 
-def cuda_architecture() -> str:
-    """The one architecture that a development build of attn-cuda needs: this machine's GPU, or Hopper where there is none."""
-    if not has_nvidia_gpu():
-        return "90a-real"
-    query = ["nvidia-smi", "--query-gpu=compute_cap", "--format=csv,noheader"]
-    found = subprocess.run(query, capture_output=True, text=True, check=True).stdout.split()[0].replace(".", "")
-    return "90a-real" if found == "90" else f"{found}-real"
+def cuda_architectures() -> str:
+    """What a development build of attn-cuda needs: code for this machine's GPU, or Hopper where there is none, and its PTX, to be tested."""
+    found = "90"
+    if has_nvidia_gpu():
+        query = ["nvidia-smi", "--query-gpu=compute_cap", "--format=csv,noheader"]
+        found = subprocess.run(query, capture_output=True, text=True, check=True).stdout.split()[0].replace(".", "")
+    name = "90a" if found == "90" else found
+    return f"{name}-real;{name}-virtual"
 
 
 def build_into_dist(session: nox.Session, architectures: str | None = None) -> None:
     """Sdists and wheels of all packages in dist/; attn-cuda has kernels if nvcc is on PATH. What has not changed is not built again."""
     require_uv(session)
-    target = ["--cuda-architectures", cuda_architecture() if architectures is None else architectures]
+    target = ["--cuda-architectures", cuda_architectures() if architectures is None else architectures]
     command = ["python", "ci/wheels.py", "--uv", nox.virtualenv.UV, "--python", session_python(session), *target]
     session.run_install(*command, *FOLDERS.values())
 
@@ -200,7 +201,7 @@ def types(session: nox.Session) -> None:
 @nox.session
 def build(session: nox.Session) -> None:
     """Write wheels and sdists of all packages to dist/, attn-cuda for every architecture; ``-- 90a-real`` names fewer."""
-    build_into_dist(session, ",".join(session.posargs))
+    build_into_dist(session, ";".join(session.posargs))
 
 
 @nox.session
