@@ -129,7 +129,7 @@ def install_third_party(
 
 
 def cuda_architectures() -> str:
-    """What a development build of attn-cuda needs: code for this machine's GPU, or Hopper where there is none, and its PTX, to be tested."""
+    """Code for this machine's GPU, or Hopper where there is none, and its PTX, which tests read: a development build of attn-cuda."""
     found = "90"
     if has_nvidia_gpu():
         query = ["nvidia-smi", "--query-gpu=compute_cap", "--format=csv,noheader"]
