@@ -289,7 +289,7 @@ def check_sample(job: Job, runner: Runner, case: Layer, call: Call, dtype: str, 
 
 
 def expense(case: Layer) -> int:
-    """What a task's time grows with: pairs of the layer, and keys of the samples, of which one takes an interpreter as long as 10,000 pairs."""
+    """What a task's time grows with: pairs of the layer, and keys of the samples, each of which costs an interpreter as much as 10,000."""
     return case.pairs + (10_000 * len(case.sample_rows) * case.keys if isinstance(case, Case) else 0)
 
 
