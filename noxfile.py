@@ -13,6 +13,7 @@ import nox
 
 ROOT = Path(__file__).resolve().parent
 sys.path.insert(0, str(ROOT / "ci"))
+from ck.sources import PACKAGE as CK_PACKAGE  # noqa: E402
 from cpu_torch import CudaTorchOnly, cpu_source, nvidia_packages  # noqa: E402
 from rocm_machine import RUNNERS, absent_rows, decide, detect  # noqa: E402
 
@@ -276,6 +277,16 @@ def aiter_headers(session: nox.Session) -> None:
     session.install("-c", CPU, "--no-deps", "triton")
     session.install("--no-deps", FOLDERS["attn-spec"])
     session.run("python", "ci/amd/aiter_headers.py", folder, "build/aiter_headers")
+
+
+@nox.session
+def ck(session: nox.Session) -> None:
+    """Build CK's attention from AITER's package of sources (a 40 MB download) and run it under the ck engine in the interpreter."""
+    require(session, CLANG, f"{CLANG.replace('++', '')} lld-22")
+    require(session, "llvm-objdump-22", "llvm-22")
+    install_everything(session, "pip")
+    session.run("python", "-m", "pip", "download", "--quiet", "--no-deps", "--dest", "build/ck", CK_PACKAGE)
+    session.run("pytest", "ci/ck", *session.posargs)
 
 
 @nox.session
