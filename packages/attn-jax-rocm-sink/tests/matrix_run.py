@@ -54,7 +54,7 @@ class Case:
 
     def __init__(self, cell: Cell, seed: int = 0, *, compiled: bool = True) -> None:
         self.cell, self.compiled = cell, compiled
-        self._programs: dict[tuple[Cell, int], Any] = {}
+        self._programs: dict[tuple[Any, ...], Any] = {}
         rng = np.random.default_rng(seed)
         heads, kv_heads = HEADS[cell.heads]
         self.queries, self.keys = (7, 7) if cell.layout == "qkv_packed" else (5, 7)
@@ -251,9 +251,10 @@ class Case:
             return outputs, pullback(cotangents)[0]
 
         if self.compiled:
-            if (cell, seed) not in self._programs:
-                self._programs[cell, seed] = jax.jit(both).lower(given, cotangents).compile(compiler_options=_QUICK)
-            outputs, gradients = self._programs[cell, seed](given, cotangents)
+            key = (cell, seed, tuple((name, array.shape) for name, array in given.items()))
+            if key not in self._programs:
+                self._programs[key] = jax.jit(both).lower(given, cotangents).compile(compiler_options=_QUICK)
+            outputs, gradients = self._programs[key](given, cotangents)
         else:
             with jax.disable_jit():
                 outputs, gradients = both(given, cotangents)
