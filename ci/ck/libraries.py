@@ -53,7 +53,7 @@ def _compile(source: Path, flags: list[str], folder: Path) -> Path:
 
 
 def _aiter(sources: Sources, runtime: Path, folder: Path, jobs: int) -> Path:
-    """A folder like a checkout of AITER, with its two libraries. Their functions are aiter_over_ck.cc's."""
+    """A folder like a checkout of AITER, with its two libraries, whose functions are those of mha_fwd.cc and mha_bwd.cc."""
     include, objects = _include(sources, folder), folder / "objects"
     objects.mkdir(exist_ok=True)
     checkout = folder / "aiter"

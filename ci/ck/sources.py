@@ -9,34 +9,29 @@ from __future__ import annotations
 import subprocess
 import sys
 import zipfile
+from dataclasses import dataclass
 from pathlib import Path
 
 __all__ = ["HEAD_DIM", "PACKAGE", "Sources", "unpack"]
 
-PACKAGE = "amd-aiter==0.1.7.post2.dev18"
-"""Its kernels have no sinks, so the ck engine rescales. The version is fixed: names of generated kernels are part of the filters below."""
+_VERSION = "0.1.7.post2.dev18"
+"""Its kernels have no sinks, so the ck engine rescales. It is fixed: names of generated kernels are part of the filters below."""
+
+PACKAGE = f"amd-aiter=={_VERSION}"
 
 HEAD_DIM = 128
-_WHEEL = "amd_aiter-0.1.7.post2.dev18-py3-none-any.whl"
+_WHEEL = f"amd_aiter-{_VERSION}-py3-none-any.whl"
 _CK = Path("aiter_meta", "3rdparty", "composable_kernel")
-_EXAMPLE = _CK / "example" / "ck_tile" / "01_fmha"
+_EXAMPLE = Path("example", "ck_tile", "01_fmha")
 
 
+@dataclass(frozen=True)
 class Sources:
     """``ck`` is the folder of Composable Kernel, ``example`` that of its attention, ``generated`` the files to compile, by direction."""
 
-    def __init__(self, folder: Path) -> None:
-        self.ck = folder / _CK
-        self.example = folder / _EXAMPLE
-        self.generated: dict[str, list[Path]] = {"fwd": [], "bwd": []}
-
-    def generate(self, direction: str, kernels: str, target: Path) -> None:
-        """Write the kernels that the pattern names, and the function that chooses among them."""
-        command = [sys.executable, "generate.py", "--api", direction, "--targets", "gfx9", "--receipt", "600", "--optdim"]
-        subprocess.run([*command, str(HEAD_DIM), "--filter", kernels, "--output_dir", str(target)], cwd=self.example, check=True)
-        self.generated[direction] = sorted(target.glob("*.cpp"))
-        if len(self.generated[direction]) < 2:
-            raise RuntimeError(f"{PACKAGE} has no {direction} kernel {kernels}")
+    ck: Path
+    example: Path
+    generated: dict[str, list[Path]]
 
 
 def unpack(folder: Path) -> Sources:
@@ -47,13 +42,25 @@ def unpack(folder: Path) -> Sources:
     wheel = folder / _WHEEL
     if not wheel.is_file():
         raise FileNotFoundError(f"{wheel} is not there: pip download --no-deps {PACKAGE}")
-    place = folder / "package"
-    sources = Sources(place)
-    if not sources.example.is_dir():
+    ck = folder / "package" / _CK
+    example = ck / _EXAMPLE
+    if not example.is_dir():
         with zipfile.ZipFile(wheel) as archive:
-            archive.extractall(place, [name for name in archive.namelist() if name.startswith(str(_CK))])
+            archive.extractall(folder / "package", [name for name in archive.namelist() if name.startswith(str(_CK))])
     shape = f"*_d{HEAD_DIM}_bf16_*batch*"
-    sources.generate("fwd", f"{shape}_qr_async_vr_psddv_nlogits_nbias_mask_lse_ndropout_nskip_nsquant_*", folder / "fwd")
     parts = ("*_ps", "*_ps_deterministic", "*_npad_nbias_ndbias_mask_ndropout_deterministic_*")
-    sources.generate("bwd", "@".join(f"{shape}{part}" for part in parts), folder / "bwd")
-    return sources
+    kernels = {
+        "fwd": f"{shape}_qr_async_vr_psddv_nlogits_nbias_mask_lse_ndropout_nskip_nsquant_*",
+        "bwd": "@".join(f"{shape}{part}" for part in parts),
+    }
+    return Sources(ck, example, {direction: _generate(example, direction, of, folder / direction) for direction, of in kernels.items()})
+
+
+def _generate(example: Path, direction: str, kernels: str, target: Path) -> list[Path]:
+    """Write the kernels that the pattern names, and the function that chooses among them."""
+    command = [sys.executable, "generate.py", "--api", direction, "--targets", "gfx9", "--receipt", "600", "--optdim", str(HEAD_DIM)]
+    subprocess.run([*command, "--filter", kernels, "--output_dir", str(target)], cwd=example, check=True)
+    written = sorted(target.glob("*.cpp"))
+    if len(written) < 2:
+        raise RuntimeError(f"{PACKAGE} has no {direction} kernel {kernels}")
+    return written
