@@ -14,10 +14,12 @@ FOLDERS = (
     Path(__file__).parent,
     ROOT / "packages/attn-cuda/tests",
     ROOT / "packages/attn-reference/tests",
+    ROOT / "packages/attn-triton/tests",
     ROOT / "packages/attn-jax-rocm-sink/tests",
     ROOT / "ci/tests",
 )
 TABLE = ROOT / "docs/public-failures.md"
+SWITCHES = ROOT / "docs/qat.md"
 IDS = {
     "A": (1, 2, 3, 4, 5, 7, 8, 10, 11, 13, 14),
     "B": (1, 2, 4, 5, 6, 7, 8, 9),
@@ -34,7 +36,7 @@ IDS = {
     "M": (1, 2, 3, 4, 5),
     "N": (1, 3, 4, 5),
 }
-COVERED = "ABCDEFHIK"
+COVERED = "ABCDEFHIJK"
 """Kinds of which every row names a test or says why it does not apply."""
 
 pytestmark = pytest.mark.skipif(not TABLE.exists(), reason="the documents are in the repository, not in the package")
@@ -68,6 +70,13 @@ def test_every_row_is_covered_or_says_why_not() -> None:
 
 def test_every_named_test_exists() -> None:
     missing = [test for cell in rows().values() for test in named(cell) if not exists(test)]
+    assert not missing, missing
+
+
+def test_every_switch_of_4_bit_attention_has_its_test() -> None:
+    found = [named(line) for line in SWITCHES.read_text().splitlines() if line.startswith("| ") and not line.startswith("| switch |")]
+    assert len(found) == 14 and all(found)
+    missing = [test for tests in found for test in tests if not exists(test)]
     assert not missing, missing
 
 

@@ -25,20 +25,24 @@ class Problem:
     dout: Tensor
     dlse: Tensor
     options: dict[str, Any] = field(default_factory=dict)
+    contract: str = CONTRACT
 
     @property
     def operator(self) -> str:
-        return "attention_varlen" if "cu_seqlens_q" in self.tensors else "attention"
+        name = "attention_varlen" if "cu_seqlens_q" in self.tensors else "attention"
+        return f"qat_{name}" if self.contract.startswith("nvfp4") else name
 
     def results(self, functions: Any, device: str = "cpu") -> dict[str, Tensor]:
-        """out, lse and the gradients, on the CPU; ``functions`` is a backend's package."""
+        """out, lse (unless an option says otherwise) and the gradients, on the CPU; ``functions`` is a backend's package."""
         tensors = {name: _on(tensor, device) for name, tensor in self.tensors.items()}
         leaves = [tensors[name].requires_grad_() for name in DIFFERENTIABLE if name in tensors]
         call = getattr(functions, self.operator)
-        out, lse = call(**tensors, **self.options, return_lse=True, contract=CONTRACT)
-        gradients = torch.autograd.grad((out, lse), leaves, (self.dout.to(device), self.dlse.to(device)))
+        returned = call(**tensors, **{"return_lse": True, **self.options}, contract=self.contract)
+        outputs = returned if isinstance(returned, tuple) else (returned,)
+        cotangents = [tensor.to(device) for tensor in (self.dout, self.dlse)[: len(outputs)]]
+        gradients = torch.autograd.grad(outputs, leaves, cotangents)
         names = [f"d{name}" for name in DIFFERENTIABLE if name in tensors]
-        found = {"out": out, "lse": lse, **dict(zip(names, gradients, strict=True))}
+        found = {**dict(zip(("out", "lse"), outputs, strict=False)), **dict(zip(names, gradients, strict=True))}
         return {name: tensor.detach().cpu() for name, tensor in found.items()}
 
     def edited(self, **changes: Any) -> Problem:
