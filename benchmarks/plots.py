@@ -78,12 +78,27 @@ def tiles(results: list[Row]) -> Chart:
     return Chart("Joint softmax by tile", "bandwidth over that of a copy (dashed: the copy)", groups, share, line=1.0)
 
 
+def tensor_core_rate(results: list[Row], direction: str) -> Chart:
+    rows = [row for row in results if row["direction"] == direction and "terabytes_per_second" not in row]
+    groups = grouped(rows, lambda row: row["case"], lambda row: row["contender"], "tflops")
+    return Chart(f"Attention of sm90-v1, {direction}", "useful TFLOP/s, bfloat16", groups, lambda value: f"{value:.0f}")
+
+
+def tensor_core_decode(results: list[Row]) -> Chart:
+    rows = [row for row in results if "terabytes_per_second" in row]
+    groups = grouped(rows, lambda row: row["case"], lambda row: row["contender"], "terabytes_per_second")
+    return Chart("Decode of sm90-v1", "TB/s of keys and values read", groups, share)
+
+
 CHARTS: dict[str, tuple[str, Callable[[list[Row]], Chart]]] = {
     "softmax-forward": ("softmax-h200.json", lambda results: softmax(results, "forward")),
     "softmax-backward": ("softmax-h200.json", lambda results: softmax(results, "backward")),
     "attention-rate": ("attention-h200.json", attention_rate),
     "attention-memory": ("attention-h200.json", attention_memory),
     "decode": ("latency-h200.json", decode),
+    "sm90-forward": ("sm90-h200.json", lambda results: tensor_core_rate(results, "forward")),
+    "sm90-backward": ("sm90-h200.json", lambda results: tensor_core_rate(results, "backward")),
+    "sm90-decode": ("sm90-h200.json", tensor_core_decode),
     "tile-sweep": ("tile-sweep-h200.json", tiles),
 }
 

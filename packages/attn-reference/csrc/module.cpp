@@ -187,8 +187,8 @@ void check_sm90(const host::AttentionProblem& problem) {
   if (!widths || problem.value_dim != problem.head_dim)
     throw py::value_error("attention: sm90-v1 takes head dims 64, 128 and 256, one for q, k, v");
   if (problem.dtype == host::DType::float32) throw py::value_error("attention: sm90-v1 takes bfloat16 and float16");
-  if (problem.query_mask || problem.key_mask || problem.bias || problem.dropout_p > 0.0)
-    throw py::value_error("attention: sm90-v1 takes no masks, bias or dropout");
+  if (problem.query_mask || problem.bias || problem.dropout_p > 0.0)
+    throw py::value_error("attention: sm90-v1 takes no query mask, bias or dropout");
 }
 
 void define_sm90(py::module_& module) {

@@ -14,6 +14,8 @@ from attn_reference._host_kernels import HostKernels
 from attn_reference._pytorch_kernels import KERNELS as DEFINITION
 from attn_reference.partials import Partials, attention_partial, merge_partials
 from attn_spec import UnsupportedProblem
+from attn_spec.torch import AttentionInputs
+from attn_spec.torch._joint import JointLayout
 from sm90_problems import DTYPES, normal, problem, same_bytes
 from torch import Tensor
 
@@ -126,6 +128,59 @@ def test_partials_of_the_definition_are_those_of_the_host_kernels() -> None:
         HostKernels().attention_sm90_states(inputs, count), DEFINITION.attention_sm90_states(inputs, count), strict=True
     ):
         assert same_bytes(found, expected)
+
+
+def joint_tensors(text: int, image: int, width: int = 64) -> list[Tensor]:
+    """q_txt, k_txt, v_txt, q_img, k_img, v_img."""
+    sizes = [(heads, rows) for rows in (text, image) for heads in (4, 2, 2)]
+    return [normal(seed, 2, *size, width) for seed, size in enumerate(sizes)]
+
+
+def test_joint_attention_is_a_merge_of_the_states_of_text_and_image() -> None:
+    """Text of two segments beside image; the same rows as one call over keys side by side have other bits."""
+    tensors = joint_tensors(1100, 300)
+    q = torch.cat((tensors[0][:, :, :2], tensors[3]), dim=2)
+    text = attention_partial(q, *tensors[1:3], q_start=0, causal=False)
+    image = attention_partial(q, *tensors[4:], q_start=0, k_start=2048, causal=False)
+    out, _ = merge_partials([text, image])
+    found_text, found_image = attn_reference.joint_attention(*tensors, contract=CONTRACT)
+    assert same_bytes(found_text[:, :, :2], out[:, :, :2])
+    assert same_bytes(found_image, out[:, :, 2:])
+    keys, values = (torch.cat((tensors[index], tensors[index + 3]), dim=2) for index in (1, 2))
+    assert not same_bytes(attn_reference.attention(q, keys, values, causal=False, contract=CONTRACT)[:, :, 2:], found_image)
+
+
+def test_host_kernels_mask_between_text_and_image_as_the_definition_does() -> None:
+    layout = JointLayout(torch.tensor([[True] * 9, [True, False] * 4 + [True]]), 9, 20)
+    tensors = joint_tensors(9, 20)
+    q, k, v = layout.queries(tensors[0], tensors[3]), layout.keys(tensors[1], tensors[4]), layout.keys(tensors[2], tensors[5])
+    inputs = AttentionInputs(q, k, v, key_mask=layout.key_mask(k), scale=0.125)
+    results = [kernels.attention_sm90_forward(inputs) for kernels in (HostKernels(), DEFINITION)]
+    dout, needs = normal(7, *q.shape), frozenset({"q", "k", "v"})
+    gradients = [kernels.attention_sm90_backward(inputs, dout, None, *results[0], needs) for kernels in (HostKernels(), DEFINITION)]
+    for found, expected in zip(*results, strict=True):
+        assert same_bytes(found, expected)
+    for name in needs:
+        assert same_bytes(gradients[0][name], gradients[1][name]), name
+    assert not gradients[0]["k"][1, :, 5:1024].any()
+    assert gradients[0]["k"][0, :, 5:9].any()
+
+
+def test_joint_attention_is_near_the_formula() -> None:
+    """A prompt with a mask against float64, gradients too; dropped rows are +0."""
+    tensors = [tensor.requires_grad_() for tensor in joint_tensors(9, 20)]
+    mask = torch.tensor([[True] * 9, [True, False, False, True, True, True, False, True, True]])
+    dout = normal(7, 2, 4, 9, 64), normal(8, 2, 4, 20, 64)
+    wide = [tensor.detach().double().requires_grad_() for tensor in tensors]
+    q, k, v = (torch.cat((wide[index], wide[index + 3]), dim=2).repeat_interleave(1 if index == 0 else 2, 1) for index in range(3))
+    kept = torch.cat((mask, mask.new_ones(2, 20)), dim=1)
+    expected = (q @ k.mT / 8).masked_fill(~kept[:, None, None], -torch.inf).softmax(-1) @ v * kept[:, None, :, None]
+    right = torch.autograd.grad(expected, wide, torch.cat(dout, dim=2).double())
+    out = attn_reference.joint_attention(*tensors, prompt_mask=mask, contract=CONTRACT)
+    assert rms(torch.cat(out, dim=2), expected) < 0.004 * float(expected.square().mean().sqrt())
+    for found, exactly in zip(torch.autograd.grad(out, tensors, dout), right, strict=True):
+        assert rms(found, exactly) < 0.01 * float(exactly.square().mean().sqrt())
+        assert found.shape[2] == 20 or not found.mT[..., ~mask[1]][1].any()
 
 
 def test_a_merge_is_not_associative() -> None:

@@ -41,10 +41,28 @@ def _decode(head_dim):
     _sm90_launch.attention_forward(call)
 
 
+def _joint(head_dim):
+    """A prompt of 70 and an image of 200."""
+    mask = torch.ones(1, 1024 + 200, dtype=torch.bool)
+    mask[:, 70:1024] = False
+    options = {"heads": 4, "kv_heads": 2, "queries": 280, "keys": 1224, "head_dim": head_dim, "dtype": torch.bfloat16}
+    _both(inputs(**options, key_mask=mask))
+
+
+def _packed_decode(head_dim):
+    call = _packed(head_dim)
+    offsets, keys = torch.tensor([0, 1, 2]), torch.zeros(3000, 2, head_dim, dtype=torch.bfloat16)
+    few = {"q": call.q[:2].contiguous(), "k": keys, "v": keys.clone()}
+    _sm90_launch.attention_forward(type(call)(**few, cu_seqlens_q=offsets, cu_seqlens_k=offsets * 1500, scale=0.1, causal=True))
+
+
 CASES = {
     "D 128": lambda: _both(_call(128, sinks=torch.zeros(4))),
     "D 64, packed": lambda: _both(_packed(64)),
     "D 128, decode": lambda: _decode(128),
+    "D 128, packed decode": lambda: _packed_decode(128),
+    "D 128, joint": lambda: _joint(128),
+    "D 256": lambda: _both(_call(256)),
 }
 
 

@@ -13,6 +13,9 @@ CONTRACT = "sm90-v1"
 DIFFERENTIABLE = ("q", "k", "v", "sinks")
 
 
+JOINT = ("q_txt", "k_txt", "v_txt", "q_img", "k_img", "v_img")
+
+
 def normal(*shape: int, seed: int, dtype: torch.dtype = torch.float32) -> Tensor:
     return torch.randn(shape, generator=torch.Generator().manual_seed(seed)).to(dtype)
 
@@ -72,6 +75,51 @@ def _on(tensor: Tensor, device: str) -> Tensor:
     extent = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True)) + 1 if tensor.numel() else 0
     storage = torch.empty(tensor.storage_offset() + extent, dtype=tensor.dtype, device=device)
     return storage.as_strided(tensor.shape, tensor.stride(), tensor.storage_offset()).copy_(tensor).detach()
+
+
+@dataclass(frozen=True)
+class Joint:
+    """Text and image of one call of ``joint_attention`` on the CPU, in the order of its arguments, and the cotangents of both results."""
+
+    tensors: tuple[Tensor, ...]
+    mask: Tensor | None
+    dout: tuple[Tensor, Tensor]
+
+    def results(self, functions: Any, device: str = "cpu") -> dict[str, Tensor]:
+        """Both results and the gradients of the tensors, on the CPU."""
+        leaves = [tensor.to(device).requires_grad_() for tensor in self.tensors]
+        mask = None if self.mask is None else self.mask.to(device)
+        out = functions.joint_attention(*leaves, prompt_mask=mask, contract=CONTRACT)
+        gradients = torch.autograd.grad(out, leaves, [tensor.to(device) for tensor in self.dout])
+        names = ("out_txt", "out_img", *(f"d{name}" for name in JOINT))
+        return {name: tensor.detach().cpu() for name, tensor in zip(names, (*out, *gradients), strict=True)}
+
+    def padded(self, places: list[int], length: int) -> Joint:
+        """Text rows at ``places`` of ``length`` slots; the others hold NaN and are masked."""
+
+        def spread(rows: Tensor, value: float) -> Tensor:
+            wide = rows.new_full((*rows.shape[:2], length, rows.shape[3]), value)
+            wide[:, :, places] = rows
+            return wide
+
+        mask = torch.zeros(self.tensors[0].shape[0], length, dtype=torch.bool)
+        mask[:, places] = True
+        text = (spread(tensor, torch.nan) for tensor in self.tensors[:3])
+        return Joint((*text, *self.tensors[3:]), mask, (spread(self.dout[0], 0.0), self.dout[1]))
+
+
+def joint(
+    lengths: tuple[int, ...] | None = None, text: int = 70, image: int = 200, heads: int = 2, kv_heads: int = 1, head_dim: int = 64,
+    dtype: torch.dtype = torch.bfloat16,
+) -> Joint:  # fmt: skip
+    """``lengths``: kept text rows of each batch item, the last ones; None keeps all, in one item."""
+    batch = 1 if lengths is None else len(lengths)
+    mask = None if lengths is None else torch.arange(text) >= text - torch.tensor(lengths)[:, None]
+    counts = (heads, kv_heads, kv_heads)
+    sizes = [(count, rows) for rows in (text, image) for count in counts]
+    tensors = [normal(batch, *size, head_dim, seed=seed, dtype=dtype) for seed, size in enumerate(sizes)]
+    dout = [normal(batch, heads, rows, head_dim, seed=9 + rows, dtype=dtype) for rows in (text, image)]
+    return Joint(tuple(tensors), mask, (dout[0], dout[1]))
 
 
 def dense(
@@ -161,6 +209,24 @@ CALLS: dict[str, Callable[[], Problem]] = {
     "packed, padded segments": lambda: packed(
         (20, 140, 9), (30, 150, 9), used={"seqlens_q": ints(15, 140, 0), "seqlens_k": ints(30, 131, 9)}, causal=False
     ),
+    "D 256": lambda: dense(head_dim=256),
+    "D 256, full, float16": lambda: dense(batch=2, head_dim=256, queries=90, keys=130, causal=False, dtype=HALF),
+    "D 256, segments with sinks": lambda: dense(head_dim=256, queries=80, keys=1200, sinks=True),
+    "D 256, decode": lambda: dense(batch=2, heads=4, head_dim=256, queries=1, keys=1100, more={"kv_lengths": ints(1100, 70)}),
+    "D 256, packed window": lambda: packed((90, 7), (100, 80), head_dim=256, window=(50, 0), sinks=True),
+    "packed decode": lambda: packed((1, 1, 2, 1), (1500, 30, 1030, 0), sinks=True),
+    "packed decode, D 128, unequal": lambda: packed((16, 0, 0, 1, 1), (2100, 5, 70, 1024, 1025), head_dim=128, causal=False),
     "packed, window": lambda: packed((200, 90), (200, 1100), window=(70, 0), sinks=True),
 }
 """Kinds of calls; each builds fresh inputs."""
+JOINTS: dict[str, Callable[[], Joint]] = {
+    "all of the prompt": joint,
+    "prompts of three lengths": lambda: joint((70, 0, 33), image=150),
+    "D 128, float16": lambda: joint((129, 130), text=130, image=140, head_dim=128, heads=4, kv_heads=2, dtype=HALF),
+    "D 256": lambda: joint((20,), text=30, image=90, head_dim=256),
+    "a prompt of two segments": lambda: joint((1040,), text=1050, image=70),
+    "a prompt of one segment": lambda: joint(text=1024, image=66),
+    "no text": lambda: joint(text=0),
+    "no image": lambda: joint((60,), image=0),
+}
+"""Kinds of joint calls."""

@@ -18,8 +18,16 @@ RULES |= {
 }
 PRODUCTS = {"attention_forward": 2, "attention_query_gradients": 3, "attention_key_gradients": 4, "attention_segments": 2}
 """Products of blocks in the loop of each kernel."""
-SPILLED = {"D 128, attention_key_gradients": 128}
-"""Bytes of stack that a thread may have: two accumulators fill the registers of that one."""
+SPILLED = {
+    "D 128, attention_key_gradients": 128,
+    "D 128, packed decode, attention_segments": 16,
+    "D 128, joint, attention_forward": 64,
+    "D 128, joint, attention_query_gradients": 32,
+    "D 128, joint, attention_key_gradients": 16,
+    "D 256, attention_query_gradients": 256,
+    "D 256, attention_key_gradients": 384,
+}
+"""Bytes of stack that a thread may have: two accumulators fill the registers, beside those of a loop over text and image or D = 256."""
 
 
 @pytest.fixture(scope="module")

@@ -6,16 +6,19 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 
 import attn_reference
+import attn_reference.partials
 import attn_triton
+import attn_triton.partials
 import pytest
 import torch
 from attn_spec import Problem as Described
 from attn_triton import _sm90_configuration, _sm90_launch
 from attn_triton._sm90_configuration import CONFIGS, Sm90Config, TileConfig
 from attn_triton.backend import BACKEND
-from sm90_calls import CALLS, CONTRACT, Problem, dense, packed
+from sm90_calls import CALLS, CONTRACT, JOINTS, Problem, dense, joint, packed
 from torch import Tensor
 
 ROWS = ("out", "lse", "dq")
@@ -59,6 +62,68 @@ def test_bytes_equal_the_model(name: str) -> None:
     assert_same(on_gpu(problem), problem.results(attn_reference), name)
 
 
+@pytest.mark.parametrize("name", JOINTS)
+def test_joint_bytes_equal_the_model(name: str) -> None:
+    problem = JOINTS[name]()
+    assert_same(problem.results(attn_triton, "cuda"), problem.results(attn_reference), name)
+
+
+@pytest.mark.parametrize("head_dim", CONFIGS)
+def test_prompt_padding(head_dim: int) -> None:
+    """Seventy tokens alone, and anywhere in a prompt of other lengths, within a segment and over its end."""
+    problem = joint(image=150, head_dim=head_dim)
+    wanted = problem.results(attn_triton, "cuda")
+    for first, length in ((0, 71), (1, 128), (3, 1100), (1030, 1100)):
+        places = list(range(first, first + 70))
+        found = problem.padded(places, length).results(attn_triton, "cuda")
+        text = {name: tensor for name, tensor in found.items() if name.endswith("_txt")}
+        padding = [slot for slot in range(length) if slot not in places]
+        for name, tensor in text.items():
+            assert not bits(tensor[:, :, padding]).any(), f"{name} of padding is not +0, {first} in {length}"
+        assert_same({**found, **{name: tensor[:, :, places] for name, tensor in text.items()}}, wanted, f"{first} in {length}")
+
+
+def test_a_common_grid_is_noticed() -> None:
+    """Control: text and image as keys of one grid have other bits."""
+    problem = joint(image=150)
+    q, k, v = (torch.cat((problem.tensors[index], problem.tensors[index + 3]), dim=2).cuda() for index in range(3))
+    out = attn_triton.attention(q, k, v, causal=False, contract=CONTRACT).cpu()
+    with pytest.raises(AssertionError, match="differ"):
+        assert_same({"out_img": out[:, :, 70:]}, {"out_img": problem.results(attn_triton, "cuda")["out_img"]})
+
+
+@pytest.mark.parametrize("head_dim", CONFIGS)
+def test_partials(head_dim: int) -> None:
+    """States of the segments of parts of the keys, and their merge, against the CPU model and one call."""
+    problem = dense(batch=2, heads=4, kv_heads=2, queries=70, keys=2500, head_dim=head_dim, sinks=True)
+    q, k, v, sinks = (problem.tensors[name] for name in ("q", "k", "v", "sinks"))
+    found, wanted = [], []
+    for begin, end in ((0, 1024), (1024, 2048), (2048, 2500)):
+        keys = k[:, :, begin:end], v[:, :, begin:end]
+        wanted.append(attn_reference.partials.attention_partial(q, *keys, q_start=2430, k_start=begin))
+        found.append(attn_triton.partials.attention_partial(q.cuda(), *(x.cuda() for x in keys), q_start=2430, k_start=begin))
+        for name in ("n", "l", "o"):
+            assert_same({name: getattr(found[-1], name).cpu()}, {name: getattr(wanted[-1], name)}, f"keys from {begin}")
+    merged = attn_triton.partials.merge_partials(found, sinks=sinks.cuda())
+    whole = attn_triton.attention(q.cuda(), k.cuda(), v.cuda(), sinks=sinks.cuda(), return_lse=True, contract=CONTRACT)
+    model = attn_reference.partials.merge_partials(wanted, sinks=sinks)
+    for name, *values in zip(("out", "lse"), merged, whole, model, strict=True):
+        for other in values[1:]:
+            assert_same({name: values[0].cpu()}, {name: other.cpu()}, "merged")
+
+
+@pytest.mark.parametrize("programs", (1, 3))
+def test_packed_segments_share_programs(programs: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Fewer programs than blocks and segments, and none split at all."""
+    problem = CALLS["packed decode, D 128, unequal"]()
+    wanted, grid = problem.results(attn_reference), _sm90_launch._segment_grid
+    with monkeypatch.context() as few:
+        few.setattr(_sm90_launch, "_segment_grid", lambda *arguments: replace(grid(*arguments), programs=programs))
+        assert_same(on_gpu(problem), wanted, f"{programs} programs")
+    monkeypatch.setattr(_sm90_launch, "MOST_WORKSPACE", 0)
+    assert_same(on_gpu(problem), wanted, "whole")
+
+
 @pytest.mark.parametrize("name", ("three segments, many rows", "starts, many rows", "window", "lengths", "starts"))
 def test_splitting_by_segments_moves_no_bit(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     problem = CALLS[name]()
@@ -70,13 +135,15 @@ def test_splitting_by_segments_moves_no_bit(name: str, monkeypatch: pytest.Monke
     assert_same(on_gpu(problem), wanted, f"{name}, split")
 
 
-def other_configs(config: Sm90Config) -> Iterator[Sm90Config]:
-    """Other blocks, warps and stages."""
+def other_configs(head_dim: int, config: Sm90Config) -> Iterator[Sm90Config]:
+    """Other blocks, warps and stages; larger ones do not fit a head dim of 256."""
     small = TileConfig(16, 4, 1)
     yield Sm90Config(
         forward=small, segments=TileConfig(32, 4, 1), merge=TileConfig(4, 4, 1), delta=small, queries=TileConfig(64, 4, 1),
         keys=TileConfig(64, 4, 1, others=16),
     )  # fmt: skip
+    if head_dim == 256:
+        return
     yield Sm90Config(
         forward=TileConfig(128, 8, 2), segments=TileConfig(64, 4, 2), merge=config.merge, delta=config.delta,
         queries=TileConfig(32, 4, 2), keys=TileConfig(128, 8, 2, others=32),
@@ -87,7 +154,7 @@ def other_configs(config: Sm90Config) -> Iterator[Sm90Config]:
 def test_no_configuration_moves_a_bit(head_dim: int, monkeypatch: pytest.MonkeyPatch) -> None:
     problem = dense(head_dim=head_dim, heads=4, kv_heads=2, queries=200, keys=1400, window=(1300, 0), sinks=True)
     wanted = on_gpu(problem)
-    for config in other_configs(CONFIGS[head_dim]):
+    for config in other_configs(head_dim, CONFIGS[head_dim]):
         monkeypatch.setitem(_sm90_configuration.CONFIGS, head_dim, config)
         assert_same(on_gpu(problem), wanted, str(config))
 
@@ -208,6 +275,6 @@ def test_a_nan_stays_in_its_row() -> None:
 
 
 def test_what_it_lacks_is_refused() -> None:
-    q = torch.zeros(1, 1, 2, 256, dtype=torch.bfloat16, device="cuda")
-    with pytest.raises(NotImplementedError, match=r"head_dim=256 with contract sm90-v1.*ordered-v1"):
+    q = torch.zeros(1, 1, 2, 96, dtype=torch.bfloat16, device="cuda")
+    with pytest.raises(NotImplementedError, match=r"head_dim=96.*with contract sm90-v1.*ordered-v1"):
         attn_triton.attention(q, q, q, contract=CONTRACT)

@@ -67,7 +67,8 @@ def golden_calls() -> dict[str, Call]:
 
 
 def tensor_core_calls() -> dict[str, Call]:
-    """Calls of sm90-v1 by file name, recorded on a GPU: causal groups, a segment's edge with sinks and a window, and packed input."""
+    """Calls of sm90-v1 by file name, recorded on a GPU: causal groups, a segment's edge with sinks and a window, wide
+    heads, text with image, and packed input."""
     small: dict[str, Any] = {"head_dim": 64, "heads": 2, "kv_heads": 1}
     calls = {
         "attention-sm90-causal-bfloat16": problems.attention(batch=1, queries=20, keys=40, dtype="bfloat16", wrt=QKV, **small),
@@ -76,6 +77,12 @@ def tensor_core_calls() -> dict[str, Call]:
         ),
         "attention-sm90-wide-bfloat16": problems.attention(
             batch=1, heads=1, kv_heads=1, queries=12, keys=30, head_dim=128, causal=False, dtype="bfloat16", wrt=QKV
+        ),
+        "attention-sm90-widest-bfloat16": problems.attention(
+            batch=1, heads=1, kv_heads=1, queries=5, keys=9, head_dim=256, dtype="bfloat16", with_sinks=True, wrt=(*QKV, "sinks")
+        ),
+        "joint-attention-sm90-bfloat16": problems.joint(
+            text=5, image=7, dtype="bfloat16", gradient=True, prompt_mask=problems.mask_of((5, 2), 5), **small
         ),
         "varlen-sm90-float16": problems.varlen((3, 0, 9), (5, 4, 17), trailing=2, dtype="float16", wrt=QKV, **small),
     }

@@ -38,11 +38,19 @@ def padded(call: Call, length: int, places: list[int], value: float) -> Call:
     return problems.edited(call, cotangents=cotangents or None, prompt_mask=mask, **arrays)
 
 
-def check_prompt_padding(evaluate: Evaluate, side: str, dtype: str, gradient: bool) -> None:
+def check_prompt_padding(
+    evaluate: Evaluate,
+    side: str,
+    dtype: str,
+    gradient: bool,
+    lengths: tuple[int, ...] = PAD_LENGTHS,
+    image: int = 6,
+    head_dim: int = 4,
+) -> None:
     """A prompt of 5 tokens in 8, 77 or 512 slots, and alone: image rows, text rows and gradients have the same bytes, pads are zero."""
-    call = problems.joint(batch=1, text=TOKENS, image=6, head_dim=4, kv_heads=1, dtype=dtype, gradient=gradient)
+    call = problems.joint(batch=1, text=TOKENS, image=image, head_dim=head_dim, kv_heads=1, dtype=dtype, gradient=gradient)
     alone = evaluate(call)
-    for length in PAD_LENGTHS:
+    for length in lengths:
         first = {"right": 0, "left": length - TOKENS, "middle": 2}[side]
         places = list(range(first, first + TOKENS))
         found = evaluate(padded(call, length, places, np.nan))

@@ -19,6 +19,7 @@ from attn_shared_tests.problems import QKV
 from attn_shared_tests.test_batch_invariance import check_size_and_slot
 from attn_shared_tests.test_chunking import check_chunks
 from attn_shared_tests.test_forward import check_bytes
+from attn_shared_tests.test_joint import check_prompt_padding
 from attn_shared_tests.test_varlen import LENGTHS, check_packed
 
 CONTRACT = "sm90-v1"
@@ -42,6 +43,9 @@ SHAPES: dict[str, dict[str, Any]] = {
 STARTS = (1, 100, 127, 1000, 1023, 2048)
 EDGES = (1015, 1031)
 STEPS = (1022, 1023, 1024, 1025)
+JOINT: dict[str, Any] = {"head_dim": 64, "dtype": "bfloat16", "heads": 2, "kv_heads": 1}
+PROMPT = ("bfloat16", True, (77,), 20, 64)
+"""Arguments of ``check_prompt_padding`` after the side: dtype, gradient, slots of the prompt, image rows, head dim."""
 PACKED = ("self", "cross", "empty queries", "empty keys", "more queries than keys")
 TOLERANCE = 0.02
 
@@ -115,6 +119,32 @@ def check_repetition(evaluate: Evaluate) -> None:
     assert_same(evaluate(problems.edited(call, **arrays)), first, "another layout")
 
 
+def _joint(**keywords: Any) -> Call:
+    return replace(problems.joint(**{**JOINT, "gradient": True, **keywords}), contract=CONTRACT)
+
+
+def check_image_grid(evaluate: Evaluate) -> None:
+    """The keys of image begin a tile and a segment, and its queries a step, wherever the prompt ends: the same rows for prompts of one
+    token whose v is zero and whose score is far below all others."""
+    call = _joint(batch=1, heads=1, text=1, image=130)
+    arrays = {name: call.arrays[name].copy() for name in ("q_txt", "k_txt", "v_txt", "q_img")}
+    arrays["q_img"][..., 0] = problems.scalar(8.0, arrays["q_img"])
+    arrays["k_txt"][:] = arrays["v_txt"][:] = arrays["q_txt"][:] = problems.scalar(0.0, arrays["k_txt"])
+    arrays["k_txt"][..., 0] = problems.scalar(-4096.0, arrays["k_txt"])
+    cotangents = {name: array.copy() for name, array in (call.cotangents or {}).items()}
+    cotangents["out_txt"][:] = problems.scalar(0.0, cotangents["out_txt"])
+    call = problems.edited(call, cotangents=cotangents, **arrays)
+    found = evaluate(call)
+    alone = _attention(True, batch=1, heads=1, kv_heads=1, queries=130, keys=130, causal=False)
+    names = {name: call.arrays[f"{name}_img"] for name in QKV}
+    expected = evaluate(problems.edited(alone, cotangents={"out": cotangents["out_img"]}, **names))
+    assert_same(
+        {name: found[f"{name}_img"] for name in ("out", "dq", "dk", "dv")},
+        {name: expected[name] for name in ("out", "dq", "dk", "dv")},
+        "image rows",
+    )
+
+
 def check_values(evaluate: Evaluate) -> None:
     """Near the float64 formulas, gradients too."""
     call = _attention(True, queries=40, keys=150, with_sinks=True, window=(100, 0))
@@ -153,6 +183,31 @@ def test_packed_equals_alone(backend: Runner, lengths: str) -> None:
     backend.run(under_contract(check_packed), LENGTHS[lengths], SMALL, True)
 
 
+@pytest.mark.parametrize("dtype", ("bfloat16", "float16"))
+@pytest.mark.parametrize(
+    "keywords",
+    (
+        {"text": 8, "image": 20, "prompt_mask": problems.mask_of((8, 3), 8)},
+        {"text": 130, "image": 5, "batch": 1, "heads": 1, "prompt_mask": problems.mask_of((129,), 130)[:, ::-1].copy()},
+        {"text": 20, "image": 30, "head_dim": 128},
+        {"text": 0, "image": 20, "batch": 1},
+        {"text": 20, "image": 0, "batch": 1},
+    ),
+    ids=("two prompts", "a tile of text", "D 128, no mask", "no text", "no image"),
+)
+def test_joint_bytes_equal_the_reference(backend: Runner, reference: Evaluate, keywords: dict[str, Any], dtype: str) -> None:
+    backend.run(check_bytes, reference, _joint(**{**keywords, "dtype": dtype}))
+
+
+@pytest.mark.parametrize("side", ("left", "middle"))
+def test_prompt_padding_moves_no_bit(backend: Runner, side: str) -> None:
+    backend.run(under_contract(check_prompt_padding), side, *PROMPT)
+
+
+def test_image_begins_its_own_grid(backend: Runner) -> None:
+    backend.run(check_image_grid)
+
+
 def test_keys_past_the_end(backend: Runner) -> None:
     backend.run(check_past_the_end)
 
@@ -173,13 +228,33 @@ def test_values(backend: Runner) -> None:
 def test_other_operators_refuse_it(reference: Evaluate, op: str) -> None:
     scores = problems.softmax((1, 1, 2, 3)).arrays["scores"]
     calls = {
-        "joint_attention": problems.joint(),
         "joint_attn_softmax": problems.softmax((2, 3)),
         "joint_attn_qk_gemm": Call("joint_attn_qk_gemm", {"q": scores, "k": scores}),
         "joint_attn_av_gemm": Call("joint_attn_av_gemm", {"probs": scores, "v": scores.swapaxes(2, 3)}),
     }
-    with pytest.raises(UnsupportedProblem, match=rf"contract {CONTRACT} for {op} .it covers attention, attention_varlen"):
+    with pytest.raises(UnsupportedProblem, match=rf"contract {CONTRACT} for {op} .it covers joint_attention, attention, attention_varlen"):
         reference(replace(calls[op], contract=CONTRACT))
+
+
+def joins_without_a_gap(evaluate: Evaluate) -> Evaluate:
+    """Image keys and queries follow the kept text at once: one ``attention`` call of one grid."""
+
+    def faulty_joint(call: Call) -> dict[str, np.ndarray]:
+        kept = call.arrays.get("prompt_mask", np.ones(call.arrays["q_txt"].shape[::2][:2], bool))[0]
+        joined = {name: np.concatenate([call.arrays[f"{name}_txt"][:, :, kept], call.arrays[f"{name}_img"]], axis=2) for name in QKV}
+        cotangents = call.cotangents or {}
+        dout = np.concatenate([cotangents["out_txt"][:, :, kept], cotangents["out_img"]], axis=2)
+        whole = evaluate(Call("attention", joined, {"causal": False}, {"out": dout}, QKV, CONTRACT))
+        count = int(kept.sum())
+        found = {f"{name}_img": whole[name][:, :, count:] for name in ("out", "dq", "dk", "dv")}
+        for name in ("out", "dq", "dk", "dv"):
+            shape = whole[name].shape
+            text = np.zeros((*shape[:2], kept.size, shape[3]), whole[name].dtype)
+            text[:, :, kept] = whole[name][:, :, :count]
+            found[f"{name}_txt"] = text
+        return found
+
+    return lambda call: faulty_joint(call) if call.op == "joint_attention" else evaluate(call)
 
 
 def answers_with_v1(evaluate: Evaluate) -> Evaluate:
@@ -207,6 +282,8 @@ def test_it_is_not_the_default(reference: Evaluate) -> None:
         (under_contract(check_chunks), faulty.aligns_causal_top_left, ((0, 200, 270), SMALL, ())),
         (check_decode_at_edges, faulty.tiles_by_query_count, ()),
         (check_decode_at_edges, carries_on_over_segments, ()),
+        (under_contract(check_prompt_padding), faulty.ignores_masks, ("left", *PROMPT)),
+        (check_image_grid, joins_without_a_gap, ()),
         (check_past_the_end, faulty.ignores_masks, ()),
         (check_values, faulty.drops_the_sink, ()),
         (check_values, faulty.widens_the_window, ()),

@@ -8,13 +8,11 @@ from __future__ import annotations
 from functools import cache
 
 import torch
-from attn_spec._sm90 import ex2_table
+from attn_spec._sm90 import STEP, ex2_table
 from torch import Tensor
 
-__all__ = ["STEP", "chain", "ex2", "halves", "step"]
+__all__ = ["chain", "ex2", "halves", "step"]
 
-STEP = 16
-"""Terms of one tensor-core step."""
 _ABSENT = -(1 << 20)
 """Exponent of a zero: below every other one."""
 _LEAST = {torch.bfloat16: -126, torch.float16: -14, torch.float32: -126}

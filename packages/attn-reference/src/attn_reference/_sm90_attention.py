@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 import torch
-from attn_spec._sm90 import SEGMENT, key_tile, score_factor
+from attn_spec._sm90 import SEGMENT, STEP, key_tile, score_factor
 from attn_spec.torch import AttentionInputs
 from torch import Tensor
 
@@ -18,7 +18,7 @@ from attn_reference._elementary import ln
 from attn_reference._fma import fma
 from attn_reference._rounding import nearest
 from attn_reference._segment import Segment, segments
-from attn_reference._sm90_arithmetic import STEP, chain, ex2, halves
+from attn_reference._sm90_arithmetic import chain, ex2, halves
 
 __all__ = ["State", "attention_backward", "attention_forward", "attention_states", "fold", "result"]
 

@@ -112,7 +112,7 @@ CONTRACTS: dict[str, Contract] = {
     "sm90-v1": Contract(
         name="sm90-v1",
         document="docs/contracts/sm90-v1.md",
-        operators=("attention", "attention_varlen"),
+        operators=("joint_attention", "attention", "attention_varlen"),
         reduction_order="tensor-core steps of 16, ascending; key tiles of 128 (64 for D = 256) in segments of 1024, merged left to right",
         accumulator_precision="float32, truncated in each tensor-core step",
         split_k=False,
@@ -124,6 +124,7 @@ CONTRACTS: dict[str, Contract] = {
             Guarantee("chunking of queries", _ROW, f"{_SUITE}/test_sm90.py::test_chunked_prefill"),
             Guarantee("decode or prefill", ("out", "lse"), f"{_SUITE}/test_sm90.py::test_decode_equals_prefill"),
             Guarantee("packed or alone", (*_ROW, "dk", "dv"), f"{_SUITE}/test_sm90.py::test_packed_equals_alone"),
+            Guarantee("padding of the prompt", ("out", "dq", "dk", "dv"), f"{_SUITE}/test_sm90.py::test_prompt_padding_moves_no_bit"),
             Guarantee("repetition and strides", _HALF, f"{_SUITE}/test_sm90.py::test_same_call_same_bits"),
         ),
         limits=Limits(
@@ -139,6 +140,7 @@ CONTRACTS: dict[str, Contract] = {
                     "seqlens_q",
                     "seqlens_k",
                     "sinks",
+                    "prompt_mask",
                     "return_lse",
                     "gradient",
                 }

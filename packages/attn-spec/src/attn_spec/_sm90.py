@@ -9,11 +9,13 @@ from pathlib import Path
 
 import numpy as np
 
-__all__ = ["CONTRACT", "SEGMENT", "ex2_table", "key_tile", "score_factor"]
+__all__ = ["CONTRACT", "SEGMENT", "STEP", "ex2_table", "key_tile", "score_factor"]
 
 CONTRACT = "sm90-v1"
 SEGMENT = 1024
 """Keys of a segment."""
+STEP = 16
+"""Terms of one tensor-core step."""
 _LOG2_E = 1.4426950408889634
 _POINTS = 1 << 23
 _DATA = Path(__file__).parent / "data" / "sm90_ex2_ulp_diff.xz"

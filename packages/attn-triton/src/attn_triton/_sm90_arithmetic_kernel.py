@@ -39,8 +39,10 @@ def halved(x, M: tl.constexpr, N: tl.constexpr):
 
 @device_function
 def class_sums(x, M: tl.constexpr, N: tl.constexpr):
-    """[M, N] to [M, 8], N = 128 or 64: halves of the columns down to eight, all of them in a thread's registers."""
-    if N == 128:
+    """[M, N] to [M, 8], N = 256, 128 or 64: halves of the columns down to eight, all of them in a thread's registers."""
+    if N == 256:
+        x = halved(x, M, 256)
+    if N >= 128:
         x = halved(x, M, 128)
     x = halved(x, M, 64)
     x = halved(x, M, 32)
@@ -57,7 +59,7 @@ def row_sum(classes, M: tl.constexpr):
 
 @device_function
 def tree_sum(x, M: tl.constexpr, N: tl.constexpr):
-    """[M, N] to [M], N = 128 or 64: halves of the columns down to one."""
+    """[M, N] to [M], N = 256, 128 or 64: halves of the columns down to one."""
     return row_sum(class_sums(x, M, N), M)
 
 

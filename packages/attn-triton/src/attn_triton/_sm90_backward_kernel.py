@@ -13,7 +13,7 @@ import triton.language as tl
 from attn_triton._device_function import device_function
 from attn_triton._scores_kernel import row_values
 from attn_triton._sm90_arithmetic_kernel import LOG2E, add_rn, ex2, tree_sum
-from attn_triton._sm90_forward_kernel import again, find_block, key_block, key_phase, key_tiles, query_block
+from attn_triton._sm90_forward_kernel import again, find_block, key_block, key_phase, key_tiles, part_of, query_block
 from attn_triton._visibility_kernel import item_of, rows_at, sizes_of
 
 __all__ = [
@@ -28,7 +28,6 @@ __all__ = [
 
 NEGATIVE_INFINITY = tl.constexpr(float("-inf"))
 INFINITY = tl.constexpr(float("inf"))
-N = tl.constexpr(128)
 SINK_ROWS = 128
 TILE = tl.constexpr(SINK_ROWS)
 ROW_PAD = 128
@@ -107,17 +106,17 @@ def attention_delta(
 
 @device_function
 def _query_tile(
-    q, do, k_tiles, v_tiles, item, kv_head, rows, phase, tile, origin, delta, acc, c, M: tl.constexpr, D: tl.constexpr,
+    q, do, k_tiles, v_tiles, item, kv_head, rows, phase, tile, origin, delta, acc, c, N: tl.constexpr, D: tl.constexpr,
     MASKED: tl.constexpr, WINDOWED: tl.constexpr, PACKED: tl.constexpr, GARBAGE: tl.constexpr
 ):  # fmt: skip
     """The sum for dq after one more key tile: a product of its own, then one rounded addition."""
     first = tile * N - phase
-    k = key_block(k_tiles, item, kv_head, first, PACKED, D)
+    k = key_block(k_tiles, item, kv_head, first, N, D, PACKED)
     stored = first + tl.arange(0, N)
     if MASKED and GARBAGE:
         k = tl.where((stored < item.used)[:, None], k, 0.0)
     s = tl.dot(q, k.T)
-    v = key_block(v_tiles, item, kv_head, first, PACKED, D)
+    v = key_block(v_tiles, item, kv_head, first, N, D, PACKED)
     dp = tl.dot(do, v.T)
     p = ex2(tl.fma(s, c, -origin[:, None]))
     ds = p * (dp - delta[:, None])
@@ -129,6 +128,29 @@ def _query_tile(
     return add_rn(acc, tl.dot(ds.to(k.dtype), k))
 
 
+@device_function
+def _query_tiles(
+    q, do, k_tiles, v_tiles, item, kv_head, rows, phase, origin, delta, acc, c, N: tl.constexpr, D: tl.constexpr, STAGES: tl.constexpr,
+    WINDOWED: tl.constexpr, PACKED: tl.constexpr, GARBAGE: tl.constexpr
+):  # fmt: skip
+    """The sum for dq after all tiles that the rows see; those before and after the full ones are masked."""
+    begin, full_begin, full_end, end = key_tiles(rows, phase, N)
+    if WINDOWED:
+        for tile in tl.range(begin, full_begin, num_stages=STAGES):
+            acc = _query_tile(
+                q, do, k_tiles, v_tiles, item, kv_head, rows, phase, tile, origin, delta, acc, c, N, D, True, True, PACKED, GARBAGE
+            )
+    for tile in tl.range(full_begin, full_end, num_stages=STAGES):
+        acc = _query_tile(
+            q, do, k_tiles, v_tiles, item, kv_head, rows, phase, tile, origin, delta, acc, c, N, D, False, False, PACKED, False
+        )
+    for tile in tl.range(full_end, end, num_stages=STAGES):
+        acc = _query_tile(
+            q, do, k_tiles, v_tiles, item, kv_head, rows, phase, tile, origin, delta, acc, c, N, D, True, WINDOWED, PACKED, GARBAGE
+        )
+    return acc
+
+
 @triton.jit(do_not_specialize=["per_item"])
 def attention_query_gradients(
     arrays,
@@ -137,6 +159,7 @@ def attention_query_gradients(
     per_item,
     k_tiles,
     v_tiles,
+    gap,
     c,
     dout,
     dout_batch,
@@ -149,39 +172,36 @@ def attention_query_gradients(
     dq_head,
     dq_row,
     ROWS: tl.constexpr,
+    N: tl.constexpr,
     D: tl.constexpr,
     STAGES: tl.constexpr,
     WINDOWED: tl.constexpr,
     PACKED: tl.constexpr,
     GARBAGE: tl.constexpr,
 ):
-    """dq of a block of rows: key tiles ascending."""
+    """dq of a block of rows: tiles of N keys ascending; ``gap`` as in the forward pass."""
     sizes = sizes_of(sizes)
     item, kv_head, block = find_block(arrays, sizes, plan, per_item, tl.program_id(0), True)
     if block < 0:
         return
     rows = rows_at(arrays, sizes, item, kv_head, block * ROWS, ROWS)
     phase = key_phase(arrays, item)
-    begin, full_begin, full_end, end = key_tiles(rows, phase)
     at = _line(sizes, item, rows.head, PACKED) * PAD + rows.query
     origin = tl.load(origins + at, mask=rows.present, other=INFINITY)
     delta = tl.load(deltas + at, mask=rows.present, other=0.0)
     q = query_block(arrays, item, rows, D)
     do = _row_block(dout, dout_batch, dout_head, dout_row, item, rows, D)
     acc = tl.zeros((ROWS, D), tl.float32)
-    if WINDOWED:
-        for tile in tl.range(begin, full_begin, num_stages=STAGES):
-            acc = _query_tile(
-                q, do, k_tiles, v_tiles, item, kv_head, rows, phase, tile, origin, delta, acc, c, ROWS, D, True, True, PACKED, GARBAGE
+    if gap is None:
+        acc = _query_tiles(
+            q, do, k_tiles, v_tiles, item, kv_head, rows, phase, origin, delta, acc, c, N, D, STAGES, WINDOWED, PACKED, GARBAGE
+        )
+    else:
+        for part in range(0, 2):
+            seen = part_of(rows, gap, item, part)
+            acc = _query_tiles(
+                q, do, k_tiles, v_tiles, item, kv_head, seen, phase, origin, delta, acc, c, N, D, STAGES, WINDOWED, PACKED, GARBAGE
             )
-    for tile in tl.range(full_begin, full_end, num_stages=STAGES):
-        acc = _query_tile(
-            q, do, k_tiles, v_tiles, item, kv_head, rows, phase, tile, origin, delta, acc, c, ROWS, D, False, False, PACKED, False
-        )
-    for tile in tl.range(full_end, end, num_stages=STAGES):
-        acc = _query_tile(
-            q, do, k_tiles, v_tiles, item, kv_head, rows, phase, tile, origin, delta, acc, c, ROWS, D, True, WINDOWED, PACKED, GARBAGE
-        )
     rows = rows_at(arrays, sizes, item, kv_head, again(block) * ROWS, ROWS)
     _store_block(dq, dq_batch, dq_head, dq_row, item, rows, acc * sizes.scale, D)
 
@@ -205,6 +225,7 @@ def attention_key_gradients(
     per_item,
     q_tiles,
     dout_tiles,
+    gap,
     c,
     dout,
     dout_head,
@@ -225,7 +246,7 @@ def attention_key_gradients(
 ):
     """dk and dv of KEYS keys: query heads of the group ascending and, within a head, queries ascending, ROWS at a time.
 
-    MASKED: some query may see a part of the keys (causal or a window). Keys at or past the end of the item get +0.
+    MASKED: some query may see a part of the keys (causal or a window). Keys in the gap and at or past the end of the item get +0.
     """
     sizes = sizes_of(sizes)
     item, kv_head, block = find_block(arrays, sizes, plan, per_item, tl.program_id(0), False)
@@ -249,6 +270,9 @@ def attention_key_gradients(
     below = tl.minimum(tl.maximum(item.offset + sizes.right - first_key, -FAR), FAR).to(tl.int32)
     above = tl.minimum(tl.maximum(item.offset - sizes.left - first_key, -FAR), FAR).to(tl.int32)
     low, high = begin.to(tl.int32) // ROWS, (end.to(tl.int32) + ROWS - 1) // ROWS
+    if gap is not None:
+        gap_begin, gap_end = tl.load(gap + item.batch * 2), tl.load(gap + item.batch * 2 + 1)
+        high = tl.where((first_key >= gap_begin) & (first_key + KEYS <= gap_end), low, high)
     dk_sum = tl.zeros((KEYS, D), tl.float32)
     dv_sum = tl.zeros((KEYS, D), tl.float32)
     for member in range(0, sizes.group):
@@ -276,7 +300,11 @@ def attention_key_gradients(
     key = (again(block) * KEYS).to(tl.int32) + tl.arange(0, KEYS)
     into = item.batch * d_batch + kv_head * d_head + (item.first_key + key) * d_row
     into = into[:, None] + tl.arange(0, D)[None, :]
-    used = (key < item.used)[:, None]
+    used = key < item.used
+    if gap is not None:
+        gap += item.batch * 2
+        used = used & ((key < tl.load(gap)) | (key >= tl.load(gap + 1)))
+    used = used[:, None]
     inside = (key < item.keys)[:, None]
     tl.store(dk + into, tl.where(used, dk_sum * sizes.scale, 0.0).to(dk.dtype.element_ty), mask=inside)
     tl.store(dv + into, tl.where(used, dv_sum, 0.0).to(dv.dtype.element_ty), mask=inside)

@@ -6,16 +6,15 @@ from dataclasses import dataclass, replace
 
 import torch
 import triton
-from attn_spec._sm90 import score_factor
+from attn_spec._sm90 import key_tile, score_factor
 from attn_spec.torch import AttentionInputs
 from torch import Tensor
 
 from attn_triton import _sm90_backward_kernel as kernel
 from attn_triton._configuration import on_device
-from attn_triton._problem import Problem, attention_problem, key_grid, result_strides, row_grid
+from attn_triton._problem import Problem, key_grid, result_strides, row_grid
 from attn_triton._sm90_configuration import CONFIGS, Sm90Config
-from attn_triton._sm90_forward_kernel import TILE_KEYS
-from attn_triton._sm90_launch import check_supported, rows_of_tiles, traits
+from attn_triton._sm90_launch import check_supported, key_gap, problem_of, rows_of_tiles, traits
 
 __all__ = ["attention_backward"]
 
@@ -31,6 +30,7 @@ class _Backward:
     dout: Tensor
     origin: Tensor
     delta: Tensor
+    gap: Tensor | None
 
     @property
     def config(self) -> Sm90Config:
@@ -74,7 +74,8 @@ class _Backward:
             self.problem.sizes.encoded,
             grid.plan,
             grid.per_item,
-            *(rows_of_tiles(tensor, inputs.packed, TILE_KEYS) for tensor in (inputs.k, inputs.v)),
+            *(rows_of_tiles(tensor, inputs.packed, key_tile(inputs.k.shape[-1])) for tensor in (inputs.k, inputs.v)),
+            self.gap,
             self.factor,
             self.dout,
             *result_strides(self.dout, inputs.packed),
@@ -96,7 +97,7 @@ class _Backward:
             return
         problem = self.problem
         if inputs.packed and inputs.q.stride(-1) != 1:
-            problem = attention_problem(replace(inputs, q=inputs.q.contiguous()))
+            problem = problem_of(replace(inputs, q=inputs.q.contiguous()))
         tiles = (None, None) if inputs.packed else tuple(rows_of_tiles(tensor, False, config.others) for tensor in (inputs.q, self.dout))
         _, dout_head, dout_row = result_strides(self.dout, inputs.packed)
         kernel.attention_key_gradients[(grid.programs,)](
@@ -105,6 +106,7 @@ class _Backward:
             grid.plan,
             grid.per_item,
             *tiles,
+            self.gap,
             self.factor,
             self.dout,
             dout_head,
@@ -162,8 +164,8 @@ def _run(inputs: AttentionInputs, dout: Tensor, dlse: Tensor | None, out: Tensor
     dout = dout.to(inputs.q.dtype)
     if dout.stride(-1) != 1:
         dout = dout.contiguous()
-    problem = attention_problem(inputs)
-    call = _Backward(inputs, problem, dout, _row_values(inputs, problem, torch.inf), _row_values(inputs, problem, 0.0))
+    problem = problem_of(inputs)
+    call = _Backward(inputs, problem, dout, *(_row_values(inputs, problem, value) for value in (torch.inf, 0.0)), key_gap(inputs))
     call.fill_rows(out.contiguous(), lse.contiguous(), None if dlse is None else dlse.to(torch.float32).contiguous())
     if "q" in found:
         call.query_gradients(found["q"])

@@ -7,8 +7,8 @@ from typing import Any
 
 __all__ = ["CONFIGS", "HEAD_DIMS", "Sm90Config", "TileConfig"]
 
-HEAD_DIMS = (64, 128)
-"""Head dims of q, k and v. For 256 the state of a segment and the merged one do not fit the registers of a program."""
+HEAD_DIMS = (64, 128, 256)
+"""Head dims of q, k and v."""
 
 
 @dataclass(frozen=True)
@@ -54,6 +54,14 @@ CONFIGS = {
         delta=TileConfig(64, 4, 1),
         queries=TileConfig(128, 8, 2),
         keys=TileConfig(64, 4, 2, others=64),
+    ),
+    256: Sm90Config(
+        forward=TileConfig(64, 8, 2),
+        segments=TileConfig(16, 4, 2),
+        merge=TileConfig(1, 4, 4),
+        delta=TileConfig(32, 4, 1),
+        queries=TileConfig(64, 8, 1),
+        keys=TileConfig(64, 8, 1, others=64),
     ),
 }
 """By head dim, the quickest of those tried on one H200 (Triton 3.6, 2026-11-30). Two or three programs of 64 rows share a processor, so

@@ -13,25 +13,23 @@ import triton.language as tl
 from attn_triton._device_function import device_function
 from attn_triton._scores_kernel import row_values
 from attn_triton._sm90_arithmetic_kernel import class_sums, empty_state, ex2, finish, merge, row_sum, zero_if_dead
-from attn_triton._visibility_kernel import item_of, rows_at, sizes_of
+from attn_triton._visibility_kernel import Rows, item_of, rows_at, sizes_of
 
 __all__ = [
     "SEGMENT_KEYS",
-    "TILE_KEYS",
     "attention_forward",
     "attention_merge",
     "attention_segments",
     "find_block",
     "key_block",
+    "key_phase",
     "key_tiles",
+    "part_of",
 ]
 
 NEGATIVE_INFINITY = tl.constexpr(float("-inf"))
-TILE_KEYS = 128
 SEGMENT_KEYS = 1024
-N = tl.constexpr(TILE_KEYS)
 SEGMENT = tl.constexpr(SEGMENT_KEYS)
-TILES = tl.constexpr(SEGMENT_KEYS // TILE_KEYS)
 FAR = tl.constexpr(0x7FFFFFFF)
 
 
@@ -82,7 +80,23 @@ def key_phase(arrays, item):
 
 
 @device_function
-def key_tiles(rows, phase):
+def part_of(rows, gap, item, part):
+    """Rows as they see the keys before the gap (part 0) or after it (part 1). ``gap`` [B, 2]: the masked keys."""
+    edge = tl.load(gap + item.batch * 2 + part).to(tl.int32)
+    lower = tl.where(part == 0, rows.lower, tl.maximum(rows.lower, edge))
+    upper = tl.where(part == 0, tl.minimum(rows.upper, edge), rows.upper)
+    sees = lower < upper
+    return Rows(rows.head, rows.query, rows.present, tl.where(sees, lower, 0), tl.where(sees, upper, 0))
+
+
+@device_function
+def segments_of(item):
+    """Segments of a packed item's keys, at least one."""
+    return tl.maximum((item.keys + (SEGMENT - 1)) // SEGMENT, 1)
+
+
+@device_function
+def key_tiles(rows, phase, N: tl.constexpr):
     """Tiles [begin, end) that some row sees, and [full_begin, full_end) of them that every present row sees as a whole."""
     sees = rows.lower < rows.upper
     first = tl.min(tl.where(sees, rows.lower, FAR), axis=0)
@@ -98,7 +112,7 @@ def key_tiles(rows, phase):
 
 
 @device_function
-def key_block(tiles, item, kv_head, first, PACKED: tl.constexpr, D: tl.constexpr):
+def key_block(tiles, item, kv_head, first, N: tl.constexpr, D: tl.constexpr, PACKED: tl.constexpr):
     """Stored keys [first, first + N) of an item, [N, D], from a descriptor; keys outside the array are +0."""
     if PACKED:
         block = tiles.load([0, kv_head.to(tl.int32), item.first_key.to(tl.int32) + first, 0])
@@ -116,12 +130,12 @@ def query_block(arrays, item, rows, D: tl.constexpr):
 
 @device_function
 def _tile(
-    q, k_tiles, v_tiles, item, kv_head, rows, phase, tile, n, classes, o, c, M: tl.constexpr, D: tl.constexpr, MASKED: tl.constexpr,
-    WINDOWED: tl.constexpr, PACKED: tl.constexpr, GARBAGE: tl.constexpr
+    q, k_tiles, v_tiles, item, kv_head, rows, phase, tile, n, classes, o, c, M: tl.constexpr, N: tl.constexpr, D: tl.constexpr,
+    MASKED: tl.constexpr, WINDOWED: tl.constexpr, PACKED: tl.constexpr, GARBAGE: tl.constexpr
 ):  # fmt: skip
     """A segment's state after one more tile."""
     first = tile * N - phase
-    k = key_block(k_tiles, item, kv_head, first, PACKED, D)
+    k = key_block(k_tiles, item, kv_head, first, N, D, PACKED)
     s = tl.dot(q, k.T)
     stored = first + tl.arange(0, N)
     if MASKED:
@@ -134,7 +148,7 @@ def _tile(
     alpha = ex2(n - reference)
     p = ex2(tl.fma(s, c, -reference[:, None]))
     classes = tl.fma(classes, alpha[:, None], class_sums(p, M, N))
-    v = key_block(v_tiles, item, kv_head, first, PACKED, D)
+    v = key_block(v_tiles, item, kv_head, first, N, D, PACKED)
     if MASKED and GARBAGE:
         v = tl.where((stored < item.used)[:, None], v, 0.0)
     o = tl.dot(p.to(v.dtype), v, o * alpha[:, None])
@@ -144,18 +158,53 @@ def _tile(
 @device_function
 def _tiles(
     q, k_tiles, v_tiles, item, kv_head, rows, phase, begin, end, n, classes, o, merged_n, merged_sum, merged_o, c,
-    M: tl.constexpr, D: tl.constexpr, STAGES: tl.constexpr, MASKED: tl.constexpr, WINDOWED: tl.constexpr, PACKED: tl.constexpr,
-    GARBAGE: tl.constexpr, MERGES: tl.constexpr
+    M: tl.constexpr, N: tl.constexpr, D: tl.constexpr, STAGES: tl.constexpr, MASKED: tl.constexpr, WINDOWED: tl.constexpr,
+    PACKED: tl.constexpr, GARBAGE: tl.constexpr, MERGES: tl.constexpr
 ):  # fmt: skip
     """The states of the segment in work and of those before it, after the tiles [begin, end)."""
+    TILES: tl.constexpr = SEGMENT // N
     for tile in tl.range(begin, end, num_stages=STAGES):
         n, classes, o = _tile(
-            q, k_tiles, v_tiles, item, kv_head, rows, phase, tile, n, classes, o, c, M, D, MASKED, WINDOWED, PACKED, GARBAGE
+            q, k_tiles, v_tiles, item, kv_head, rows, phase, tile, n, classes, o, c, M, N, D, MASKED, WINDOWED, PACKED, GARBAGE
         )
         if MERGES and tile % TILES == TILES - 1:
             merged_n, merged_sum, merged_o = merge(merged_n, merged_sum, merged_o, n, row_sum(classes, M), o)
             n, classes, o = empty_state(M, D)
     return n, classes, o, merged_n, merged_sum, merged_o
+
+
+@device_function
+def _keys(
+    q, k_tiles, v_tiles, item, kv_head, rows, phase, low, merged_n, merged_sum, merged_o, c, M: tl.constexpr, N: tl.constexpr,
+    D: tl.constexpr, STAGES: tl.constexpr, WINDOWED: tl.constexpr, PACKED: tl.constexpr, GARBAGE: tl.constexpr, MERGES: tl.constexpr
+):  # fmt: skip
+    """MERGES: the merged state of all keys that the rows see, after that of others before them. Else that of the segment from tile ``low``
+    on. Tiles that some row sees only a part of are masked; they lie before and after the others."""
+    TILES: tl.constexpr = SEGMENT // N
+    begin, full_begin, full_end, end = key_tiles(rows, phase, N)
+    if not MERGES:
+        high = low + TILES
+        begin, full_begin = tl.minimum(tl.maximum(begin, low), high), tl.minimum(tl.maximum(full_begin, low), high)
+        full_end, end = tl.minimum(tl.maximum(full_end, low), high), tl.minimum(tl.maximum(end, low), high)
+    n, classes, o = empty_state(M, D)
+    if WINDOWED:
+        n, classes, o, merged_n, merged_sum, merged_o = _tiles(
+            q, k_tiles, v_tiles, item, kv_head, rows, phase, begin, full_begin, n, classes, o, merged_n, merged_sum, merged_o, c,
+            M, N, D, STAGES, True, True, PACKED, GARBAGE, MERGES
+        )  # fmt: skip
+    n, classes, o, merged_n, merged_sum, merged_o = _tiles(
+        q, k_tiles, v_tiles, item, kv_head, rows, phase, full_begin, full_end, n, classes, o, merged_n, merged_sum, merged_o, c,
+        M, N, D, STAGES, False, False, PACKED, False, MERGES
+    )  # fmt: skip
+    n, classes, o, merged_n, merged_sum, merged_o = _tiles(
+        q, k_tiles, v_tiles, item, kv_head, rows, phase, full_end, end, n, classes, o, merged_n, merged_sum, merged_o, c,
+        M, N, D, STAGES, True, WINDOWED, PACKED, GARBAGE, MERGES
+    )  # fmt: skip
+    if not MERGES:
+        merged_n, merged_sum, merged_o = n, row_sum(classes, M), o
+    elif end % TILES != 0:
+        merged_n, merged_sum, merged_o = merge(merged_n, merged_sum, merged_o, n, row_sum(classes, M), o)
+    return merged_n, merged_sum, merged_o
 
 
 @device_function
@@ -187,6 +236,7 @@ def attention_forward(
     per_item,
     k_tiles,
     v_tiles,
+    gap,
     c,
     out,
     out_batch,
@@ -194,6 +244,7 @@ def attention_forward(
     out_row,
     lse,
     ROWS: tl.constexpr,
+    N: tl.constexpr,
     D: tl.constexpr,
     STAGES: tl.constexpr,
     WINDOWED: tl.constexpr,
@@ -202,8 +253,9 @@ def attention_forward(
 ):
     """out and LSE of a block of rows.
 
-    ``k_tiles`` and ``v_tiles`` describe [batch or 1, K, T or total, D] in blocks of one tile. WINDOWED: rows may begin to see keys in the
-    middle of a tile; GARBAGE: tiles may hold rows at or past the end of the item's keys.
+    ``k_tiles`` and ``v_tiles`` describe [batch or 1, K, T or total, D] in blocks of one tile of N keys. ``gap``: [B, 2] or None, keys from
+    the first to before the second number are masked; that one begins a segment. WINDOWED: rows may begin to see keys in the middle of a
+    tile; GARBAGE: tiles may hold rows at or past the end of the item's keys.
     """
     sizes = sizes_of(sizes)
     item, kv_head, block = find_block(arrays, sizes, plan, per_item, tl.program_id(0), True)
@@ -211,29 +263,46 @@ def attention_forward(
         return
     rows = rows_at(arrays, sizes, item, kv_head, block * ROWS, ROWS)
     phase = key_phase(arrays, item)
-    begin, full_begin, full_end, end = key_tiles(rows, phase)
     q = query_block(arrays, item, rows, D)
-    n, classes, o = empty_state(ROWS, D)
-    merged_n, _, merged_o = empty_state(ROWS, D)
-    merged_sum = tl.zeros((ROWS,), tl.float32)
-    if WINDOWED:
-        n, classes, o, merged_n, merged_sum, merged_o = _tiles(
-            q, k_tiles, v_tiles, item, kv_head, rows, phase, begin, full_begin, n, classes, o, merged_n, merged_sum, merged_o, c, ROWS, D,
-            STAGES, True, True, PACKED, GARBAGE, True
-        )  # fmt: skip
-    n, classes, o, merged_n, merged_sum, merged_o = _tiles(
-        q, k_tiles, v_tiles, item, kv_head, rows, phase, full_begin, full_end, n, classes, o, merged_n, merged_sum, merged_o, c, ROWS, D,
-        STAGES, False, False, PACKED, False, True
-    )  # fmt: skip
-    n, classes, o, merged_n, merged_sum, merged_o = _tiles(
-        q, k_tiles, v_tiles, item, kv_head, rows, phase, full_end, end, n, classes, o, merged_n, merged_sum, merged_o, c, ROWS, D,
-        STAGES, True, WINDOWED, PACKED, GARBAGE, True
-    )  # fmt: skip
-    if end % TILES != 0:
-        merged_n, merged_sum, merged_o = merge(merged_n, merged_sum, merged_o, n, row_sum(classes, ROWS), o)
+    n, _, o = empty_state(ROWS, D)
+    total = tl.zeros((ROWS,), tl.float32)
+    if gap is None:
+        n, total, o = _keys(
+            q, k_tiles, v_tiles, item, kv_head, rows, phase, 0, n, total, o, c, ROWS, N, D, STAGES, WINDOWED, PACKED, GARBAGE, True
+        )
+    else:
+        for part in range(0, 2):
+            seen = part_of(rows, gap, item, part)
+            n, total, o = _keys(
+                q, k_tiles, v_tiles, item, kv_head, seen, phase, 0, n, total, o, c, ROWS, N, D, STAGES, WINDOWED, PACKED, GARBAGE, True
+            )
     rows = rows_at(arrays, sizes, item, kv_head, again(block) * ROWS, ROWS)
-    values, logs = finish(merged_n, merged_sum, merged_o, _sinks(arrays, rows))
+    values, logs = finish(n, total, o, _sinks(arrays, rows))
     _store_rows(out, out_batch, out_head, out_row, lse, arrays, sizes, item, rows, values, logs, D)
+
+
+@device_function
+def _store_segment(
+    arrays, sizes, item, kv_head, block, segment, k_tiles, v_tiles, c, parts_n, parts_sum, parts_o, M: tl.constexpr, N: tl.constexpr,
+    D: tl.constexpr, STAGES: tl.constexpr, WINDOWED: tl.constexpr, PACKED: tl.constexpr, GARBAGE: tl.constexpr
+):  # fmt: skip
+    """The state of one block of rows in one segment, to its place."""
+    rows = rows_at(arrays, sizes, item, kv_head, block * M, M)
+    phase = key_phase(arrays, item)
+    q = query_block(arrays, item, rows, D)
+    n, _, o = empty_state(M, D)
+    total = tl.zeros((M,), tl.float32)
+    n, total, o = _keys(
+        q, k_tiles, v_tiles, item, kv_head, rows, phase, segment * (SEGMENT // N), n, total, o, c, M, N, D, STAGES, WINDOWED, PACKED,
+        GARBAGE, False
+    )  # fmt: skip
+    heads = sizes.kv_heads.to(tl.int64) * sizes.group
+    every = heads * sizes.queries if PACKED else heads * sizes.queries * sizes.batch
+    rows = rows_at(arrays, sizes, item, kv_head, again(block) * M, M)
+    at = segment * every + row_values(arrays, sizes, item, rows)
+    tl.store(parts_n + at, n, mask=rows.present)
+    tl.store(parts_sum + at, total, mask=rows.present)
+    tl.store((parts_o + at * D)[:, None] + tl.arange(0, D)[None, :], o, mask=rows.present[:, None])
 
 
 @triton.jit(do_not_specialize=["per_item", "segments"])
@@ -250,51 +319,36 @@ def attention_segments(
     parts_sum,
     parts_o,
     ROWS: tl.constexpr,
+    N: tl.constexpr,
     D: tl.constexpr,
     STAGES: tl.constexpr,
     WINDOWED: tl.constexpr,
     PACKED: tl.constexpr,
     GARBAGE: tl.constexpr,
 ):
-    """The states of a block of rows in one segment: n and l [segments, rows], O [segments, rows, D], rows as in LSE.
+    """The states of blocks of rows in one segment each: n and l [segments, rows], O [segments, rows, D], rows as in LSE.
 
-    Segment 0 is the one of stored key 0. The programs of a block of rows lie side by side.
+    Segment 0 is the one of stored key 0. The segments of a block of rows lie side by side. Packed: ``plan`` counts blocks times segments,
+    and programs take more than one when there are more than programs.
     """
     sizes = sizes_of(sizes)
-    program = tl.program_id(0)
-    item, kv_head, block = find_block(arrays, sizes, plan, per_item, program // segments, True)
-    if block < 0:
-        return
-    segment = program % segments
-    rows = rows_at(arrays, sizes, item, kv_head, block * ROWS, ROWS)
-    phase = key_phase(arrays, item)
-    begin, full_begin, full_end, end = key_tiles(rows, phase)
-    low, high = segment * TILES, segment * TILES + TILES
-    begin, full_begin = tl.minimum(tl.maximum(begin, low), high), tl.minimum(tl.maximum(full_begin, low), high)
-    full_end, end = tl.minimum(tl.maximum(full_end, low), high), tl.minimum(tl.maximum(end, low), high)
-    q = query_block(arrays, item, rows, D)
-    n, classes, o = empty_state(ROWS, D)
-    unmerged = tl.zeros((ROWS,), tl.float32)
-    if WINDOWED:
-        n, classes, o, _, _, _ = _tiles(
-            q, k_tiles, v_tiles, item, kv_head, rows, phase, begin, full_begin, n, classes, o, n, unmerged, o, c, ROWS, D,
-            STAGES, True, True, PACKED, GARBAGE, False
+    if PACKED:
+        every = tl.load(plan + sizes.batch) * sizes.kv_heads
+        for number in range(tl.program_id(0).to(tl.int64), every, tl.num_programs(0)):
+            item, kv_head, place = find_block(arrays, sizes, plan, per_item, number, True)
+            own = segments_of(item)
+            block = place // own
+            _store_segment(
+                arrays, sizes, item, kv_head, block, (place - block * own).to(tl.int32), k_tiles, v_tiles, c, parts_n, parts_sum, parts_o,
+                ROWS, N, D, STAGES, WINDOWED, True, GARBAGE
+            )  # fmt: skip
+    else:
+        program = tl.program_id(0)
+        item, kv_head, block = find_block(arrays, sizes, None, per_item, program // segments, True)
+        _store_segment(
+            arrays, sizes, item, kv_head, block, program % segments, k_tiles, v_tiles, c, parts_n, parts_sum, parts_o,
+            ROWS, N, D, STAGES, WINDOWED, False, GARBAGE
         )  # fmt: skip
-    n, classes, o, _, _, _ = _tiles(
-        q, k_tiles, v_tiles, item, kv_head, rows, phase, full_begin, full_end, n, classes, o, n, unmerged, o, c, ROWS, D,
-        STAGES, False, False, PACKED, False, False
-    )  # fmt: skip
-    n, classes, o, _, _, _ = _tiles(
-        q, k_tiles, v_tiles, item, kv_head, rows, phase, full_end, end, n, classes, o, n, unmerged, o, c, ROWS, D,
-        STAGES, True, WINDOWED, PACKED, GARBAGE, False
-    )  # fmt: skip
-    heads = sizes.kv_heads.to(tl.int64) * sizes.group
-    every = heads * sizes.queries if PACKED else heads * sizes.queries * sizes.batch
-    rows = rows_at(arrays, sizes, item, kv_head, again(block) * ROWS, ROWS)
-    at = segment * every + row_values(arrays, sizes, item, rows)
-    tl.store(parts_n + at, n, mask=rows.present)
-    tl.store(parts_sum + at, row_sum(classes, ROWS), mask=rows.present)
-    tl.store((parts_o + at * D)[:, None] + tl.arange(0, D)[None, :], o, mask=rows.present[:, None])
 
 
 @triton.jit(do_not_specialize=["per_item", "segments"])
@@ -313,6 +367,7 @@ def attention_merge(
     out_row,
     lse,
     ROWS: tl.constexpr,
+    N: tl.constexpr,
     D: tl.constexpr,
     STAGES: tl.constexpr,
     PACKED: tl.constexpr,
@@ -324,7 +379,8 @@ def attention_merge(
         return
     rows = rows_at(arrays, sizes, item, kv_head, block * ROWS, ROWS)
     phase = key_phase(arrays, item)
-    begin, _, _, end = key_tiles(rows, phase)
+    begin, _, _, end = key_tiles(rows, phase, N)
+    TILES: tl.constexpr = SEGMENT // N
     heads = sizes.kv_heads.to(tl.int64) * sizes.group
     every = heads * sizes.queries if PACKED else heads * sizes.queries * sizes.batch
     at = row_values(arrays, sizes, item, rows)

@@ -2,26 +2,32 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
 from attn_spec import UnsupportedProblem
-from attn_spec._sm90 import CONTRACT, score_factor
+from attn_spec._sm90 import CONTRACT, key_tile, score_factor
 from attn_spec.torch import AttentionInputs
 from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from attn_triton import _sm90_forward_kernel as kernel
 from attn_triton._configuration import on_device
-from attn_triton._problem import Problem, attention_problem, result_strides, row_grid
+from attn_triton._problem import Grid, Problem, Sizes, attention_problem, block_counts, result_strides, row_grid
 from attn_triton._sm90_configuration import CONFIGS, HEAD_DIMS, TileConfig
 
-__all__ = ["attention_forward", "check_supported", "rows_of_tiles", "traits"]
+__all__ = ["attention_forward", "attention_states", "check_supported", "key_gap", "merged_states", "problem_of", "rows_of_tiles", "traits"]
+
+States = tuple[Tensor, Tensor, Tensor]
 
 _ALIGNMENT = 16
 """Bytes: what the tensor memory accelerator asks of an address and of the strides between rows."""
 FEW_PROGRAMS = 128
 """Fewer programs than that, about one a processor of an H100 or H200, and the segments become programs too."""
+MOST_WORKSPACE = 1 << 28
+"""Bytes of O of all segments of packed rows; above them the segments stay in one program."""
 
 
 def check_supported(inputs: AttentionInputs) -> None:
@@ -34,7 +40,7 @@ def check_supported(inputs: AttentionInputs) -> None:
         reasons.append(f"dtype {inputs.q.dtype} (supported: bfloat16, float16)")
     options = {
         "bias": inputs.bias is not None,
-        "key_padding_mask": inputs.key_mask is not None or inputs.query_mask is not None,
+        "query_mask": inputs.query_mask is not None,
         "dropout": inputs.dropout_p > 0.0,
     }
     reasons += [f"{name} (not supported)" for name, given in options.items() if given]
@@ -54,7 +60,7 @@ def attention_forward(inputs: AttentionInputs) -> tuple[Tensor, Tensor]:
         lse.fill_(-torch.inf)
     if lse.numel() == 0:
         return out, lse
-    problem = attention_problem(inputs)
+    problem = problem_of(inputs)
     with on_device(q):
         segments = _segments(inputs, problem)
         if segments > 1:
@@ -68,10 +74,20 @@ def traits(inputs: AttentionInputs) -> dict[str, Any]:
     """Compile-time facts of a call that its kernels share."""
     return {
         "D": inputs.q.shape[-1],
+        "N": key_tile(inputs.q.shape[-1]),
         "WINDOWED": inputs.window_left >= 0 or inputs.k_start is not None,
         "PACKED": inputs.packed,
         "GARBAGE": inputs.packed or inputs.kv_lengths is not None,
     }
+
+
+def key_gap(inputs: AttentionInputs) -> Tensor | None:
+    """int64 [B, 2]: the first masked key and the one after the last, where ``key_mask`` is given (``JointLayout.key_mask``)."""
+    if inputs.key_mask is None:
+        return None
+    kept = inputs.key_mask.to(torch.int64)
+    begin = kept.cumprod(1).sum(1)
+    return torch.stack((begin, begin + kept.shape[1] - kept.sum(1)), 1)
 
 
 def rows_of_tiles(tensor: Tensor, packed: bool, size: int) -> TensorDescriptor:
@@ -87,19 +103,39 @@ def rows_of_tiles(tensor: Tensor, packed: bool, size: int) -> TensorDescriptor:
     return TensorDescriptor(rows, list(rows.shape), [*strides, 1], [1, 1, size, rows.shape[-1]])
 
 
+def problem_of(inputs: AttentionInputs) -> Problem:
+    """The call for kernels that take masked keys as ``key_gap``."""
+    return attention_problem(inputs if inputs.key_mask is None else replace(inputs, key_mask=None))
+
+
 def _segments(inputs: AttentionInputs, problem: Problem) -> int:
     """Key segments that become programs of their own, or 1. Only a question of speed: both ways give the same bits.
 
-    Rows that fill no more than the smallest block (decode) are always split. Packed calls stay whole, since how many keys their segments
-    have is known on the device alone.
+    Rows that fill no more than the smallest block (decode) are always split, those of packed segments by their mean, and while the
+    workspace stays small: how many keys a packed segment has is known on the device alone.
     """
     sizes, configs = problem.sizes, CONFIGS[inputs.q.shape[-1]]
-    rows = sizes.queries * sizes.group
-    programs = sizes.batch * sizes.kv_heads * -(-rows // configs.forward.owners)
-    if inputs.packed or (rows > configs.segments.owners and programs >= FEW_PROGRAMS):
+    rows, owners = sizes.queries * sizes.group, configs.segments.owners
+    if inputs.key_mask is not None:
         return 1
     lead = 0 if inputs.k_start is None else kernel.SEGMENT_KEYS - 1
-    return -(-(sizes.keys + lead) // kernel.SEGMENT_KEYS)
+    segments = -(-(sizes.keys + lead) // kernel.SEGMENT_KEYS)
+    if inputs.packed:
+        splits = rows <= owners * sizes.batch and 4 * segments * rows * sizes.kv_heads * inputs.q.shape[-1] <= MOST_WORKSPACE
+    else:
+        splits = rows <= owners or sizes.batch * sizes.kv_heads * -(-rows // configs.forward.owners) < FEW_PROGRAMS
+    return segments if splits else 1
+
+
+def _segment_grid(inputs: AttentionInputs, sizes: Sizes, size: int, segments: int) -> Grid:
+    """Blocks of ``size`` rows times segments of keys; packed: as many programs as there are when no segment has many of both."""
+    grid = row_grid(inputs, sizes, size)
+    if grid.plan is None:
+        return replace(grid, programs=grid.programs * segments)
+    assert inputs.cu_seqlens_k is not None
+    keys = block_counts(inputs.cu_seqlens_k, inputs.seqlens_k, sizes.keys, 1, kernel.SEGMENT_KEYS).clamp(min=1)
+    plan = torch.cat((grid.plan[:1], torch.cumsum((grid.plan[1:] - grid.plan[:-1]) * keys, dim=0)))
+    return Grid(plan, 0, grid.programs + (sizes.keys // kernel.SEGMENT_KEYS) * sizes.kv_heads)
 
 
 def _whole(inputs: AttentionInputs, problem: Problem, factor: float, out: Tensor, lse: Tensor) -> None:
@@ -113,6 +149,7 @@ def _whole(inputs: AttentionInputs, problem: Problem, factor: float, out: Tensor
         grid.plan,
         grid.per_item,
         *_key_tiles(inputs),
+        key_gap(inputs),
         factor,
         out,
         *result_strides(out, inputs.packed),
@@ -126,13 +163,44 @@ def _whole(inputs: AttentionInputs, problem: Problem, factor: float, out: Tensor
 
 def _split(inputs: AttentionInputs, problem: Problem, factor: float, segments: int, out: Tensor, lse: Tensor) -> None:
     """The states of all segments, then their merge. The workspace holds float32 O for every row and segment."""
-    configs = CONFIGS[inputs.q.shape[-1]]
-    sizes, shared = problem.sizes, traits(inputs)
-    parts_n, parts_sum = (torch.empty((segments, lse.numel()), dtype=torch.float32, device=lse.device) for _ in range(2))
-    parts_o = torch.empty((segments, lse.numel(), inputs.q.shape[-1]), dtype=torch.float32, device=lse.device)
-    config = _few_rows(configs.segments, sizes.queries * sizes.group)
-    grid = row_grid(inputs, sizes, config.owners)
-    kernel.attention_segments[(grid.programs * segments,)](
+    parts = _workspace(segments, lse.shape, out.shape[-1], lse.device)
+    _states(inputs, problem, factor, segments, parts)
+    _merge(inputs, problem, segments, parts, out, lse)
+
+
+def attention_states(inputs: AttentionInputs, count: int) -> States:
+    """n and l float32 [count, *row_shape] and o [count, *row_shape, D] of the segments from that of stored key 0 on; dense inputs."""
+    check_supported(inputs)
+    parts = _workspace(count, inputs.row_shape, inputs.q.shape[-1], inputs.q.device)
+    if parts[0].numel():
+        with on_device(inputs.q):
+            _states(inputs, problem_of(inputs), score_factor(inputs.scale), count, parts)
+    return parts
+
+
+def merged_states(n: Tensor, l: Tensor, o: Tensor, sinks: Tensor | None, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """out [B, H, S, D] and LSE [B, H, S] of the states of segments, ascending; sinks float32 [H]."""
+    out, lse = torch.empty(o.shape[1:], dtype=dtype, device=o.device), torch.empty(n.shape[1:], dtype=torch.float32, device=o.device)
+    if lse.numel():
+        segments, (batch, heads, _, width) = n.shape[0], out.shape
+        keys = out.new_empty(1).expand(batch, heads, segments * kernel.SEGMENT_KEYS, width)  # no key is read
+        inputs = AttentionInputs(out, keys, keys, sinks=sinks)
+        with on_device(out):
+            _merge(inputs, attention_problem(inputs), segments, (n.contiguous(), l.contiguous(), o.contiguous()), out, lse)
+    return out, lse
+
+
+def _workspace(segments: int, rows: Sequence[int], width: int, device: torch.device) -> States:
+    n, total = (torch.empty((segments, *rows), dtype=torch.float32, device=device) for _ in range(2))
+    return n, total, torch.empty((segments, *rows, width), dtype=torch.float32, device=device)
+
+
+def _states(inputs: AttentionInputs, problem: Problem, factor: float, segments: int, parts: States) -> None:
+    sizes = problem.sizes
+    rows = sizes.queries * sizes.group // (sizes.batch if inputs.packed else 1)
+    config = _few_rows(CONFIGS[inputs.q.shape[-1]].segments, rows)
+    grid = _segment_grid(inputs, sizes, config.owners, segments)
+    kernel.attention_segments[(grid.programs,)](
         problem.arrays,
         sizes.encoded,
         grid.plan,
@@ -140,32 +208,33 @@ def _split(inputs: AttentionInputs, problem: Problem, factor: float, segments: i
         segments,
         *_key_tiles(inputs),
         factor,
-        parts_n,
-        parts_sum,
-        parts_o,
+        *parts,
         ROWS=config.owners,
         STAGES=config.stages,
-        **shared,
+        **traits(inputs),
         **config.options,
     )
-    grid = row_grid(inputs, sizes, configs.merge.owners)
+
+
+def _merge(inputs: AttentionInputs, problem: Problem, segments: int, parts: States, out: Tensor, lse: Tensor) -> None:
+    config = CONFIGS[out.shape[-1]].merge
+    grid = row_grid(inputs, problem.sizes, config.owners)
     kernel.attention_merge[(grid.programs,)](
         problem.arrays,
-        sizes.encoded,
+        problem.sizes.encoded,
         grid.plan,
         grid.per_item,
         segments,
-        parts_n,
-        parts_sum,
-        parts_o,
+        *parts,
         out,
         *result_strides(out, inputs.packed),
         lse,
-        ROWS=configs.merge.owners,
-        STAGES=configs.merge.stages,
-        D=shared["D"],
+        ROWS=config.owners,
+        N=key_tile(out.shape[-1]),
+        D=out.shape[-1],
+        STAGES=config.stages,
         PACKED=inputs.packed,
-        **configs.merge.options,
+        **config.options,
     )
 
 
@@ -175,5 +244,5 @@ def _few_rows(config: TileConfig, rows: int) -> TileConfig:
 
 
 def _key_tiles(inputs: AttentionInputs) -> tuple[TensorDescriptor, TensorDescriptor]:
-    keys, values = (rows_of_tiles(tensor, inputs.packed, kernel.TILE_KEYS) for tensor in (inputs.k, inputs.v))
+    keys, values = (rows_of_tiles(tensor, inputs.packed, key_tile(inputs.k.shape[-1])) for tensor in (inputs.k, inputs.v))
     return keys, values

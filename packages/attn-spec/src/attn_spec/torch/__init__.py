@@ -8,4 +8,6 @@ from attn_spec.torch._arrays import to_numpy as to_numpy
 from attn_spec.torch._backend import TorchBackend as TorchBackend
 from attn_spec.torch._kernels import AttentionInputs as AttentionInputs
 from attn_spec.torch._kernels import Kernels as Kernels
+from attn_spec.torch._partials import PartialOperators as PartialOperators
+from attn_spec.torch._partials import Partials as Partials
 from attn_spec.torch._public import Operators as Operators

@@ -96,7 +96,10 @@ class TensorCoreKernels(Kernels, Protocol):
     """Kernels of an engine that has contract sm90-v1 too."""
 
     def attention_sm90_forward(self, inputs: AttentionInputs) -> tuple[Tensor, Tensor]:
-        """out (layout and dtype of q) and LSE (float32, ``inputs.row_shape``) of contract sm90-v1."""
+        """out (layout and dtype of q) and LSE (float32, ``inputs.row_shape``) of contract sm90-v1.
+
+        ``key_mask`` masks keys in place: those between text and image, side by side and up to a multiple of a segment; they are zeros.
+        """
 
     def attention_sm90_backward(
         self, inputs: AttentionInputs, dout: Tensor, dlse: Tensor | None, out: Tensor, lse: Tensor, needs: frozenset[str]

@@ -23,6 +23,7 @@ from attn_spec.torch._arguments import (
     seed_of,
     starts,
 )
+from attn_spec.torch._joint import JointLayout
 from attn_spec.torch._qat import QatOperators
 from attn_spec.torch._registration import register
 
@@ -147,6 +148,7 @@ class Operators(QatOperators):
             q_txt, k_txt, v_txt: [B, H|K, T_txt, D|V]; q_img, k_img, v_img: [B, H|K, T_img, D|V]; one dtype.
             prompt_mask: bool [B, T_txt], True for a token. Padding moves no bit, and padded text rows are +0.
             scale: None is 1/sqrt(D).
+            contract: None is ordered-v1; sm90-v1 is tensor-core attention of halves with other bits.
 
         Returns:
             ``(out_txt, out_img)``, [B, H, T_txt, V] and [B, H, T_img, V].
@@ -154,12 +156,17 @@ class Operators(QatOperators):
         Raises:
             TypeError, ValueError: bad dtype, shape, device or scale. UnsupportedProblem: this backend does not run it.
 
-        Source: docs/contracts/ordered-v1.md, section 3.
+        Source: docs/contracts/ordered-v1.md, section 3; docs/contracts/sm90-v1.md, section 5.
         """
         tensors = autocast(q_txt, k_txt, v_txt, q_img, k_img, v_img)
         names = ("q_txt", "k_txt", "v_txt", "q_img", "k_img", "v_img")
         arrays = {**dict(zip(names, tensors, strict=True)), "prompt_mask": prompt_mask}
         self._check("joint_attention", arrays, {"scale": scale}, contract, *tensors)
+        if contract == sm90.CONTRACT:
+            layout = JointLayout(prompt_mask, q_txt.shape[2], q_img.shape[2])
+            k = layout.keys(tensors[1], tensors[4])
+            joined = layout.queries(tensors[0], tensors[3]), k, layout.keys(tensors[2], tensors[5]), None, layout.key_mask(k)
+            return layout.parts(self._run(1, (*joined, *(None,) * 10), False, scale, None, 0.0, contract)[0])
         q, k, v = (torch.cat((tensors[index], tensors[index + 3]), dim=2) for index in range(3))
         text = tensors[0].shape[2]
         mask = None

@@ -1,5 +1,5 @@
 // Interface of the host kernels of sm90-v1. The problem is that of attention.h with half operands, value_dim = head_dim in 64, 128, 256, no
-// masks, bias or dropout, and must pass check_attention; `scale` is RN(scale).
+// query_mask, bias or dropout, and must pass check_attention; key_mask masks in place; `scale` is RN(scale).
 #pragma once
 
 #include "attn/host/attention.h"

@@ -35,8 +35,7 @@ inline void row_gradients(const Sm90Item& item, int64_t row, int64_t index, Oper
   item.products(dout, scratch.values, ds);
   const float origin = item.call.origin[at], delta = item.call.delta[at];
   for (int i = 0; i < item.tile; ++i) {
-    const int64_t slot = index * item.tile + i;
-    const bool masked = slot < visible.begin || slot >= visible.end;
+    const bool masked = !item.sees_slot(visible, index * item.tile + i);
     p[i] = masked ? 0.0f : sm90::weight(p[i], item.factor, origin, item.table);
     ds[i] = masked ? 0.0f : mul(p[i], sub(ds[i], delta));
   }

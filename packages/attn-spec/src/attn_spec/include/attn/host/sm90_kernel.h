@@ -97,12 +97,17 @@ struct Sm90Item {
                    least, x + i);
   }
 
+  // Whether the key of a slot is one of those that a row sees.
+  bool sees_slot(Slots visible, int64_t slot) const {
+    if (slot < visible.begin || slot >= visible.end) return false;
+    const AttentionProblem& problem = geometry.problem;
+    return problem.key_mask == nullptr || problem.key_mask[geometry.batch * problem.keys + slot - geometry.shift] != 0;
+  }
+
   // x[tile] to -inf outside the cells that a row sees.
   void mask(Slots visible, int64_t index, float* x) const {
-    for (int64_t cell = 0; cell < tile; ++cell) {
-      const int64_t slot = index * tile + cell;
-      if (slot < visible.begin || slot >= visible.end) x[cell] = negative_infinity();
-    }
+    for (int64_t cell = 0; cell < tile; ++cell)
+      if (!sees_slot(visible, index * tile + cell)) x[cell] = negative_infinity();
   }
 
   bool sees(Slots visible, int64_t index) const {

@@ -1,0 +1,105 @@
+"""Joint text and image attention under contract sm90-v1: one call of ``attention`` with masked keys between text and image.
+
+Source: docs/contracts/sm90-v1.md, section 5.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from attn_spec._sm90 import SEGMENT, STEP
+
+__all__ = ["JointLayout"]
+
+
+@dataclass(frozen=True)
+class JointLayout:
+    """Where the rows of text and image lie: kept text in order from 0, zeros, and image from the next multiple of ``STEP`` (queries) or
+    ``SEGMENT`` (keys).
+
+    ``prompt_mask`` is bool [B, text], True keeps; None keeps all.
+    """
+
+    prompt_mask: Tensor | None
+    text: int
+    image: int
+
+    @property
+    def first_query(self) -> int:
+        """Index of image query 0."""
+        return -(-self.text // STEP) * STEP
+
+    @property
+    def first_key(self) -> int:
+        """Position of image key 0."""
+        return -(-self.text // SEGMENT) * SEGMENT
+
+    def queries(self, text: Tensor, image: Tensor) -> Tensor:
+        """[B, H, text, D] and [B, H, image, D] to [B, H, first_query + image, D]."""
+        return self._joined(text, image, self.first_query)
+
+    def keys(self, text: Tensor, image: Tensor) -> Tensor:
+        """[B, K, text, D] and [B, K, image, D] to [B, K, first_key + image, D]."""
+        return self._joined(text, image, self.first_key)
+
+    def parts(self, out: Tensor) -> tuple[Tensor, Tensor]:
+        """Text rows in their places, +0 where the mask drops them, and image rows."""
+        text, image = out[:, :, : self.text], out[:, :, self.first_query :]
+        if self.prompt_mask is not None:
+            order, places = self._order()
+            text = torch.where(_column(self.prompt_mask), _reordered(text, places, order), 0.0)
+        return text, image
+
+    def key_mask(self, keys: Tensor) -> Tensor | None:
+        """bool [B, T], False between the last kept text key and image key 0; None when none lies there."""
+        if self.prompt_mask is None and self.first_key == self.text:
+            return None
+        place = torch.arange(self.first_key + self.image, device=keys.device)
+        kept = self.text if self.prompt_mask is None else self.prompt_mask.sum(1, keepdim=True)
+        return ((place < kept) | (place >= self.first_key)).expand(keys.shape[0], -1)
+
+    def _joined(self, text: Tensor, image: Tensor, first: int) -> Tensor:
+        if self.prompt_mask is not None:
+            order, places = self._order()
+            kept = torch.gather(self.prompt_mask, 1, order)
+            text = torch.where(_column(kept), _reordered(text, order, places), 0.0)
+        gap = text.new_zeros((*text.shape[:2], first - self.text, text.shape[3]))
+        return torch.cat((text, gap, image), dim=2)
+
+    def _order(self) -> tuple[Tensor, Tensor]:
+        """The stored rows, kept ones first, and its inverse, int64 [B, text]."""
+        assert self.prompt_mask is not None
+        order = torch.argsort(~self.prompt_mask, dim=1, stable=True)
+        return order, torch.argsort(order, dim=1)
+
+
+def _column(mask: Tensor) -> Tensor:
+    return mask[:, None, :, None]
+
+
+def _reordered(rows: Tensor, order: Tensor, inverse: Tensor) -> Tensor:
+    found: Tensor = _Reordered.apply(rows, order, inverse)  # type: ignore[no-untyped-call]
+    return found
+
+
+class _Reordered(torch.autograd.Function):
+    """Rows [B, H, S, D] in the order [B, S]. The gradient goes back by the inverse: torch's own adds it to zeros, which loses a -0."""
+
+    generate_vmap_rule = True
+
+    @staticmethod
+    def forward(rows: Tensor, order: Tensor, inverse: Tensor) -> Tensor:
+        return torch.gather(rows, 2, _column(order).expand(rows.shape))
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
+        ctx.save_for_backward(*inputs[1:])
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Any) -> tuple[Any, ...]:
+        order, inverse = ctx.saved_tensors
+        return _Reordered.apply(gradients[0], inverse, order), None, None  # type: ignore[no-untyped-call]
