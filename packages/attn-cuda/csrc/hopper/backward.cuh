@@ -94,10 +94,12 @@ __device__ __forceinline__ void load_bytes(void* shared, const void* from, int b
 // Of an item's rows [from, to) of a tile in panels `panel_bytes` apart, set to +0 by the consumers, who all wait.
 template <int kColumns>
 __device__ __forceinline__ void clear_rows(uint8_t* tile, int panel_bytes, int from, int to, int thread) {
-  const int pieces = (to - from) * (kPanelRowBytes / 16);
-  for (int piece = thread; piece < pieces * (kColumns / kPanel); piece += kConsumers) {
-    const int panel = piece / pieces;
-    reinterpret_cast<uint4*>(tile + panel * panel_bytes + from * kPanelRowBytes)[piece - panel * pieces] = make_uint4(0, 0, 0, 0);
+#pragma unroll 1
+  for (int panel = 0; panel < kColumns / kPanel; ++panel) {
+    auto* pieces = reinterpret_cast<uint4*>(tile + panel * panel_bytes);
+#pragma unroll 1
+    for (int piece = from * (kPanelRowBytes / 16) + thread; piece < to * (kPanelRowBytes / 16); piece += kConsumers)
+      pieces[piece] = make_uint4(0, 0, 0, 0);
   }
 }
 
