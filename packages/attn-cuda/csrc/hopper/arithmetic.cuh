@@ -30,6 +30,19 @@ __device__ __forceinline__ float quad_max(float x) {
   return fmaxf(x, __shfl_xor_sync(~0u, x, 1));
 }
 
+// Sum by halves; a template for each length, which keeps the values in registers.
+template <int kLength>
+__device__ __forceinline__ float sum_by_halves(const float (&x)[kLength]) {
+  if constexpr (kLength == 1) {
+    return x[0];
+  } else {
+    float y[kLength / 2];
+#pragma unroll
+    for (int j = 0; j < kLength / 2; ++j) y[j] = add(x[j], x[j + kLength / 2]);
+    return sum_by_halves(y);
+  }
+}
+
 // Columns of one class in a thread: values d[4 j + 2 h + e], j = 0 .. kGroups - 1, by halves of j.
 template <int kGroups, int kCount>
 __device__ __forceinline__ float class_of(const float (&d)[kCount], int h, int e) {
@@ -37,12 +50,7 @@ __device__ __forceinline__ float class_of(const float (&d)[kCount], int h, int e
   float x[kGroups];
 #pragma unroll
   for (int j = 0; j < kGroups; ++j) x[j] = d[4 * j + 2 * h + e];
-#pragma unroll
-  for (int half = kGroups / 2; half >= 1; half /= 2) {
-#pragma unroll
-    for (int j = 0; j < half; ++j) x[j] = add(x[j], x[j + half]);
-  }
-  return x[0];
+  return sum_by_halves(x);
 }
 
 // The eight classes of a row by halves: 4 and 2 are the distances between threads, 1 between the two classes of a thread. Addition

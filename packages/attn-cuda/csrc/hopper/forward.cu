@@ -136,7 +136,13 @@ extern "C" int attn_cuda_sm90_forward(int device, void* stream, const attn_cuda_
   if (const int error = plan_rows(*problem, attention, size, space, stream, &blocks)) return error;
   arguments.order = WorkOrder{blocks.per_item, blocks.plan, section_of(*problem)};
   if (blocks.count == 0) return 0;
-  if (segments == 0) return launch_whole(arguments, blocks.count, stream);
+  arguments.blocks = blocks.count;
+  if (segments == 0) {
+    if (blocks.count <= processors) return launch_whole(arguments, blocks.count, stream);
+    arguments.counter = space.take<uint32_t>(1);
+    if (const int error = fill_bytes(arguments.counter, sizeof(uint32_t), stream)) return error;
+    return launch_whole(arguments, processors, stream);
+  }
   if (blocks.count * segments >= INT32_MAX) return ATTN_CUDA_BAD_SIZE;
   arguments.segments = static_cast<int32_t>(segments);
   arguments.part_n = space.take<float>(segments * rows);

@@ -13,7 +13,9 @@ struct ForwardArguments {
   float factor;
   void* out;
   float* lse;
-  bool garbage;  // a tile may hold rows of the arrays past an item's end
+  int64_t blocks;
+  uint32_t* counter;  // of blocks taken beyond the first of each multiprocessor, zero at first; null where there are none
+  bool garbage;       // a tile may hold rows of the arrays past an item's end
   // States of segments: n and l [segments, rows], O [segments, rows, D]. `segments` follow one another in the grid.
   int32_t segments;
   float* part_n;
@@ -26,8 +28,8 @@ constexpr int kSegmentRows = 64;  // rows of a block of the segment kernel
 // Rows of a block of the whole kernel.
 constexpr int whole_rows(int64_t head_dim) { return head_dim == 64 ? 192 : 128; }
 
-// out and LSE of `blocks` blocks of whole_rows rows.
-cudaError_t launch_whole(const ForwardArguments& arguments, int64_t blocks, void* stream);
+// out and LSE of all blocks of whole_rows rows, on `resident` multiprocessors.
+cudaError_t launch_whole(const ForwardArguments& arguments, int64_t resident, void* stream);
 
 // The states of all segments of `blocks` blocks of kSegmentRows rows, then their merge for all `rows` rows.
 cudaError_t launch_segments(const ForwardArguments& arguments, int64_t blocks, int64_t rows, void* stream);

@@ -109,16 +109,19 @@ struct MergedState {
         l[h] = sum;
       }
     }
+    if (some) {
 #pragma unroll
-    for (int j = 0; j < kCount / 4; ++j) {
-      if (some) {
+      for (int j = 0; j < kCount / 4; ++j) {
         const float4 before = pieces[j * threads];
         o[4 * j] = merged(before.x, o[4 * j], factors[0]);
         o[4 * j + 1] = merged(before.y, o[4 * j + 1], factors[0]);
         o[4 * j + 2] = merged(before.z, o[4 * j + 2], factors[1]);
         o[4 * j + 3] = merged(before.w, o[4 * j + 3], factors[1]);
       }
-      if (keep) pieces[j * threads] = make_float4(o[4 * j], o[4 * j + 1], o[4 * j + 2], o[4 * j + 3]);
+    }
+    if (keep) {
+#pragma unroll
+      for (int j = 0; j < kCount / 4; ++j) pieces[j * threads] = make_float4(o[4 * j], o[4 * j + 1], o[4 * j + 2], o[4 * j + 3]);
     }
     some = true;
   }
