@@ -65,9 +65,11 @@ class Problem:
 
 def _on(tensor: Tensor, device: str) -> Tensor:
     """The same values, strides and place in its storage on a device, as a tensor of its own."""
-    extent = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True)) + 1 if tensor.numel() else 0
-    storage = torch.empty(tensor.storage_offset() + extent, dtype=tensor.dtype, device=device)
-    return storage.as_strided(tensor.shape, tensor.stride(), tensor.storage_offset()).copy_(tensor).detach()
+    once = tensor[tuple(slice(0, 1) if stride == 0 else slice(None) for stride in tensor.stride())]
+    extent = sum((size - 1) * stride for size, stride in zip(once.shape, once.stride(), strict=True)) + 1 if once.numel() else 0
+    storage = torch.empty(once.storage_offset() + extent, dtype=once.dtype, device=device)
+    copy = storage.as_strided(once.shape, once.stride(), once.storage_offset()).copy_(once)
+    return copy.expand(tensor.shape).detach()
 
 
 def dense(
