@@ -32,7 +32,15 @@ set(hopper_kernels "")
 set(sm90 OFF)
 if(CMAKE_CUDA_ARCHITECTURES MATCHES "(^|;)90a(-real)?(;|$)")
   set(sm90 ON)
-  set(hopper_kernels csrc/hopper/tensor_copy.cu csrc/hopper/forward.cu csrc/hopper/forward_whole.cu csrc/hopper/forward_segments.cu)
+  set(hopper_kernels
+      csrc/hopper/tensor_copy.cu
+      csrc/hopper/forward.cu
+      csrc/hopper/forward_whole.cu
+      csrc/hopper/forward_segments.cu
+      csrc/hopper/backward.cu
+      csrc/hopper/backward_rows.cu
+      csrc/hopper/backward_keys.cu
+      csrc/hopper/backward_queries.cu)
 endif()
 set(options --fmad=false -DATTN_CUDA_SOFTMAX_TILE=${ATTN_CUDA_SOFTMAX_TILE})
 if(CMAKE_CUDA_COMPILER_VERSION VERSION_GREATER_EQUAL 12.8)

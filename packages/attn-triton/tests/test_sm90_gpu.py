@@ -1,35 +1,50 @@
 """Contract sm90-v1 on a Hopper GPU: the bytes of the CPU model, forward and backward, and what may not move them.
 
+Every test runs with attn_triton and, where it is installed, with the kernels of attn_cuda.
+
 ``TRITON_INTERPRET=0 pytest packages/attn-triton/tests/test_sm90_gpu.py``; without such a GPU there is nothing to run.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import importlib
+from collections.abc import Callable, Iterator
 
 import attn_reference
-import attn_triton
+import attn_spec
 import pytest
 import torch
 from attn_spec import Problem as Described
 from attn_triton import _sm90_configuration, _sm90_launch
 from attn_triton._sm90_configuration import CONFIGS, Sm90Config, TileConfig
-from attn_triton.backend import BACKEND
 from sm90_calls import CALLS, CONTRACT, Problem, dense, packed
 from torch import Tensor
 
 ROWS = ("out", "lse", "dq")
+Run = Callable[[Problem], dict[str, Tensor]]
 
 
-@pytest.fixture(autouse=True)
-def hopper() -> None:
-    reasons = BACKEND.reasons(Described(op="attention", dtype="bfloat16", device="cuda", contract=CONTRACT, head_dim=64, value_dim=64))
+def runner(name: str) -> Run:
+    """Results of a backend's functions on the GPU; the test is skipped where the backend does not run the contract."""
+    backend = attn_spec.backends().get(name)
+    if backend is None:
+        pytest.skip(f"{name} is not installed")
+    described = Described(op="attention", dtype="bfloat16", device="cuda", contract=CONTRACT, head_dim=64, value_dim=64)
+    reasons = backend.reasons(described)
     if reasons:
         pytest.skip("; ".join(reasons))
+    functions = importlib.import_module(name)
+    return lambda problem: problem.results(functions, "cuda")
 
 
-def on_gpu(problem: Problem) -> dict[str, Tensor]:
-    return problem.results(attn_triton, "cuda")
+@pytest.fixture(params=("attn_triton", "attn_cuda"))
+def on_gpu(request: pytest.FixtureRequest) -> Run:
+    return runner(request.param)
+
+
+@pytest.fixture
+def on_triton() -> Run:
+    return runner("attn_triton")
 
 
 def bits(tensor: Tensor) -> Tensor:
@@ -54,20 +69,20 @@ def part(
 
 
 @pytest.mark.parametrize("name", CALLS)
-def test_bytes_equal_the_model(name: str) -> None:
+def test_bytes_equal_the_model(on_gpu: Run, name: str) -> None:
     problem = CALLS[name]()
     assert_same(on_gpu(problem), problem.results(attn_reference), name)
 
 
 @pytest.mark.parametrize("name", ("three segments, many rows", "starts, many rows", "window", "lengths", "starts"))
-def test_splitting_by_segments_moves_no_bit(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_splitting_by_segments_moves_no_bit(on_triton: Run, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     problem = CALLS[name]()
     wanted = problem.results(attn_reference)
     with monkeypatch.context() as whole:
         whole.setattr(_sm90_launch, "_segments", lambda *_: 1)
-        assert_same(on_gpu(problem), wanted, f"{name}, whole")
+        assert_same(on_triton(problem), wanted, f"{name}, whole")
     monkeypatch.setattr(_sm90_launch, "FEW_PROGRAMS", 1 << 30)
-    assert_same(on_gpu(problem), wanted, f"{name}, split")
+    assert_same(on_triton(problem), wanted, f"{name}, split")
 
 
 def other_configs(config: Sm90Config) -> Iterator[Sm90Config]:
@@ -84,16 +99,16 @@ def other_configs(config: Sm90Config) -> Iterator[Sm90Config]:
 
 
 @pytest.mark.parametrize("head_dim", CONFIGS)
-def test_no_configuration_moves_a_bit(head_dim: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_no_configuration_moves_a_bit(on_triton: Run, head_dim: int, monkeypatch: pytest.MonkeyPatch) -> None:
     problem = dense(head_dim=head_dim, heads=4, kv_heads=2, queries=200, keys=1400, window=(1300, 0), sinks=True)
-    wanted = on_gpu(problem)
+    wanted = on_triton(problem)
     for config in other_configs(CONFIGS[head_dim]):
         monkeypatch.setitem(_sm90_configuration.CONFIGS, head_dim, config)
-        assert_same(on_gpu(problem), wanted, str(config))
+        assert_same(on_triton(problem), wanted, str(config))
 
 
 @pytest.mark.parametrize("head_dim", CONFIGS)
-def test_batch_size_and_slot(head_dim: int) -> None:
+def test_batch_size_and_slot(on_gpu: Run, head_dim: int) -> None:
     problem = dense(batch=3, heads=4, kv_heads=2, queries=150, keys=150, head_dim=head_dim)
     whole = on_gpu(problem)
     for slot in range(3):
@@ -102,7 +117,7 @@ def test_batch_size_and_slot(head_dim: int) -> None:
         assert_same(alone, wanted, f"slot {slot}")
 
 
-def test_neighbours_lengths() -> None:
+def test_neighbours_lengths(on_gpu: Run) -> None:
     """A neighbour's queue grows from 9 to 10 tokens beside a decode step."""
     problem = packed((1, 10), (1500, 10))
     results = []
@@ -116,7 +131,7 @@ def test_neighbours_lengths() -> None:
 
 
 @pytest.mark.parametrize("head_dim", CONFIGS)
-def test_chunked_prefill(head_dim: int) -> None:
+def test_chunked_prefill(on_gpu: Run, head_dim: int) -> None:
     problem = dense(queries=400, keys=1500, head_dim=head_dim, heads=2, kv_heads=2, sinks=True)
     whole = on_gpu(problem)
     for cut in (1, 37, 127, 128, 129, 300, 399):
@@ -126,7 +141,7 @@ def test_chunked_prefill(head_dim: int) -> None:
 
 
 @pytest.mark.parametrize("head_dim", CONFIGS)
-def test_decode_equals_prefill(head_dim: int) -> None:
+def test_decode_equals_prefill(on_gpu: Run, head_dim: int) -> None:
     """Steps of one token, alone and two at a time in a batch of other lengths, near tile and segment edges."""
     problem = dense(queries=2100, keys=2100, head_dim=head_dim, heads=4, kv_heads=1, sinks=True)
     whole = part(on_gpu(problem), names=("out", "lse"))
@@ -141,7 +156,7 @@ def test_decode_equals_prefill(head_dim: int) -> None:
         assert_same(part(on_gpu(pair), names=("out", "lse"), items=slice(0, 1)), wanted, f"step {step} in a batch")
 
 
-def test_packed_padded_and_alone() -> None:
+def test_packed_padded_and_alone(on_gpu: Run) -> None:
     """Segments of a packed call, of a padded batch and of calls of their own."""
     lengths = (17, 300, 1, 128, 1030)
     call = packed(lengths, lengths, heads=4, kv_heads=2)
@@ -164,7 +179,7 @@ def test_packed_padded_and_alone() -> None:
         first += length
 
 
-def test_a_rolling_cache() -> None:
+def test_a_rolling_cache(on_gpu: Run) -> None:
     """Keys that left the window may leave the cache: the grid of tiles and segments stays."""
     problem = dense(queries=3, keys=1500, heads=2, kv_heads=2, window=(700, 0))
     whole = part(on_gpu(problem))
@@ -175,7 +190,7 @@ def test_a_rolling_cache() -> None:
         assert_same(part(on_gpu(rolled)), whole, f"{dropped} keys dropped")
 
 
-def test_a_shifted_grid_is_noticed() -> None:
+def test_a_shifted_grid_is_noticed(on_gpu: Run) -> None:
     """Control: the same keys at other positions lie in other tiles and have other bits."""
     problem = dense(queries=3, keys=1500, heads=2, kv_heads=2, causal=False)
     shifted = problem.edited(k_start=torch.tensor([500]))
@@ -183,7 +198,7 @@ def test_a_shifted_grid_is_noticed() -> None:
         assert_same(part(on_gpu(shifted)), part(on_gpu(problem)))
 
 
-def test_repetition_beside_other_work() -> None:
+def test_repetition_beside_other_work(on_gpu: Run) -> None:
     """Twenty backward passes while another stream keeps the GPU busy."""
     problem = dense(batch=2, heads=4, kv_heads=2, queries=500, keys=500, head_dim=128, sinks=True)
     wanted = on_gpu(problem)
@@ -196,7 +211,7 @@ def test_repetition_beside_other_work() -> None:
     torch.cuda.synchronize()
 
 
-def test_a_nan_stays_in_its_row() -> None:
+def test_a_nan_stays_in_its_row(on_gpu: Run) -> None:
     problem = dense(queries=70, keys=150)
     q = problem.tensors["q"].clone()
     q[:, :, 7] = torch.nan
@@ -207,7 +222,6 @@ def test_a_nan_stays_in_its_row() -> None:
         assert torch.equal(bits(found[name][:, :, rest]), bits(wanted[name][:, :, rest])), name
 
 
-def test_what_it_lacks_is_refused() -> None:
-    q = torch.zeros(1, 1, 2, 256, dtype=torch.bfloat16, device="cuda")
+def test_what_it_lacks_is_refused(on_gpu: Run) -> None:
     with pytest.raises(NotImplementedError, match=r"head_dim=256 with contract sm90-v1.*ordered-v1"):
-        attn_triton.attention(q, q, q, contract=CONTRACT)
+        on_gpu(dense(head_dim=256))

@@ -10,7 +10,7 @@ from attn_spec._sm90 import CONTRACT, score_factor
 from attn_spec.torch import AttentionInputs
 from torch import Tensor
 
-from attn_cuda._arrays import dtype_codes, module_for, place
+from attn_cuda._arrays import address, array, dtype_codes, module_for, place
 from attn_cuda._attention_launch import options_of, problem_of
 from attn_cuda._extension import extension
 
@@ -24,7 +24,7 @@ _NEEDS = f"contract {CONTRACT} needs an NVIDIA GPU of compute capability 9.0; at
 class Sm90Kernels:
     """Attention of contract sm90-v1, on the current stream of the tensors' device.
 
-    Inputs may have any strides; keys and values that the copy engine cannot address are copied to the workspace first.
+    Inputs may have any strides; those that the copy engine cannot address are copied to the workspace first.
     """
 
     def attention_sm90_forward(self, inputs: AttentionInputs) -> tuple[Tensor, Tensor]:
@@ -46,8 +46,29 @@ class Sm90Kernels:
     def attention_sm90_backward(
         self, inputs: AttentionInputs, dout: Tensor, dlse: Tensor | None, out: Tensor, lse: Tensor, needs: frozenset[str]
     ) -> dict[str, Tensor]:
-        """Refused: the kernels run forward."""
-        raise UnsupportedProblem("attn_cuda", [f"a gradient with contract {CONTRACT} (attn_triton has it)"])
+        """Gradients of the names in ``needs`` (q, k, v, sinks), each fresh, contiguous, with the shape and dtype of its input."""
+        options = options_of(inputs)
+        module = _module(inputs, *options.values(), dout, dlse, out, lse)
+        _check_rows(inputs, dout, dlse, out, lse)
+        tensors = {"q": inputs.q, "k": inputs.k, "v": inputs.v, "sinks": inputs.sinks}
+        found = {
+            name: torch.empty(tensor.shape, dtype=tensor.dtype, device=tensor.device)
+            for name, tensor in tensors.items()
+            if tensor is not None and name in needs
+        }
+        if any(gradient.numel() for gradient in found.values()):
+            codes, scale = dtype_codes(module), inputs.scale
+            problem, kept = problem_of(codes, inputs, options)
+            device, stream = place(inputs.q)
+            rows = [None if row is None else row.to(torch.float32).contiguous() for row in (lse, dlse)]
+            upstream = dout.to(inputs.q.dtype)
+            pointers = (*map(address, rows), *(address(found.get(name)) for name in tensors))
+            gradients = (array(codes, upstream), array(codes, out), *pointers)
+            size = module.sm90_backward_workspace(device, problem, scale, gradients)
+            workspace = inputs.q.new_empty(size, dtype=torch.uint8)
+            module.sm90_backward(device, stream, problem, scale, score_factor(scale), gradients, workspace.data_ptr())
+            del kept, rows, upstream, workspace
+        return found
 
 
 def sm90_reasons(problem: Problem) -> tuple[str, ...]:
@@ -57,8 +78,6 @@ def sm90_reasons(problem: Problem) -> tuple[str, ...]:
         found.append(
             f"head_dim={problem.head_dim} with contract {CONTRACT} (supported: {', '.join(map(str, HEAD_DIMS))}; others: ordered-v1)"
         )
-    if "gradient" in problem.features:
-        found.append(f"a gradient with contract {CONTRACT} (attn_triton has it)")
     reason = _device_reason(None)
     return tuple(found) if reason is None else (*found, reason)
 
@@ -99,3 +118,12 @@ def _module(inputs: AttentionInputs, *others: Tensor | None) -> ModuleType:
     if reasons:
         raise UnsupportedProblem("attn_cuda", reasons)
     return module
+
+
+def _check_rows(inputs: AttentionInputs, dout: Tensor, dlse: Tensor | None, out: Tensor, lse: Tensor) -> None:
+    for name, tensor in (("dout", dout), ("out", out)):
+        if tensor.shape != inputs.q.shape:
+            raise ValueError(f"attention_backward: {name} must have shape {list(inputs.q.shape)}; got {list(tensor.shape)}")
+    for name, row in (("dlse", dlse), ("lse", lse)):
+        if row is not None and row.shape != inputs.row_shape:
+            raise ValueError(f"attention_backward: {name} must have shape {list(inputs.row_shape)}; got {list(row.shape)}")
