@@ -186,12 +186,10 @@ __device__ __forceinline__ void own_rows(const ForwardArguments& arguments, Whol
     mma_wait<1>();
     pin(s);
     if (speaks) barrier_arrive(&shared.keys_free[used.slot()]);
-    if ((tiles.begin + i) % kSegmentTiles == 0) {
-      mma_wait<0>();
-      pin(o);
-      run.append(state, o, pieces, kOwners * kWarpgroup, true);
+    const bool ended = (tiles.begin + i) % kSegmentTiles == 0;  // the segment of the tile before
+    if (ended) {
+      run.append(state);
       state.clear();
-      accumulate = 0;
     }
     pair.mask(s, first);
     state.weigh(s, factor, alpha);
@@ -200,7 +198,13 @@ __device__ __forceinline__ void own_rows(const ForwardArguments& arguments, Whol
     if (speaks) barrier_arrive(&shared.values_free[before.slot()]);
 #pragma unroll
     for (int step = 0; step < kTileKeys / kStepColumns; ++step) operand_of<Half>(s, step, p[step]);
-    rescale(o, alpha);
+    if (ended) {
+      run.merge(o, pieces, kOwners * kWarpgroup);
+      MergedState::keep(o, pieces, kOwners * kWarpgroup);
+      accumulate = 0;
+    } else {
+      rescale(o, alpha);
+    }
   }
   if (count > 0) {
     barrier_wait(&shared.values_full[used.slot()], used.parity());
@@ -213,7 +217,8 @@ __device__ __forceinline__ void own_rows(const ForwardArguments& arguments, Whol
     if (speaks) barrier_arrive(&shared.values_free[used.slot()]);
     ++used.count;
   }
-  run.append(state, o, pieces, kOwners * kWarpgroup, false);
+  run.append(state);
+  run.merge(o, pieces, kOwners * kWarpgroup);
 
   float factors[2];
 #pragma unroll

@@ -91,39 +91,44 @@ __device__ __forceinline__ void rescale(float (&o)[kCount], const float (&alpha)
 // other thread touches.
 struct MergedState {
   float n[2], l[2];
-  bool some = false;
+  Factors factors[2];  // of the last segment
+  int segments = 0;
 
-  // o becomes, and the pieces get, the merged O; the first segment is copied.
-  template <int kCount>
-  __device__ __forceinline__ void append(const SegmentState& segment, float (&o)[kCount], float4* pieces, int threads, bool keep) {
-    Factors factors[2];
+  // Takes n and l of a segment. The first one is copied.
+  __device__ __forceinline__ void append(const SegmentState& segment) {
 #pragma unroll
     for (int h = 0; h < 2; ++h) {
       const float sum = segment.sum(h);
-      if (some) {
+      if (segments == 0) {
+        n[h] = segment.n[h];
+        l[h] = sum;
+      } else {
         factors[h] = merge_factors(n[h], l[h], segment.n[h], sum);
         n[h] = factors[h].n;
         l[h] = merged(l[h], sum, factors[h]);
-      } else {
-        n[h] = segment.n[h];
-        l[h] = sum;
       }
     }
-    if (some) {
+    ++segments;
+  }
+
+  // O of that segment becomes the merged one.
+  template <int kCount>
+  __device__ __forceinline__ void merge(float (&o)[kCount], const float4* pieces, int threads) const {
+    if (segments == 1) return;
 #pragma unroll
-      for (int j = 0; j < kCount / 4; ++j) {
-        const float4 before = pieces[j * threads];
-        o[4 * j] = merged(before.x, o[4 * j], factors[0]);
-        o[4 * j + 1] = merged(before.y, o[4 * j + 1], factors[0]);
-        o[4 * j + 2] = merged(before.z, o[4 * j + 2], factors[1]);
-        o[4 * j + 3] = merged(before.w, o[4 * j + 3], factors[1]);
-      }
+    for (int j = 0; j < kCount / 4; ++j) {
+      const float4 before = pieces[j * threads];
+      o[4 * j] = merged(before.x, o[4 * j], factors[0]);
+      o[4 * j + 1] = merged(before.y, o[4 * j + 1], factors[0]);
+      o[4 * j + 2] = merged(before.z, o[4 * j + 2], factors[1]);
+      o[4 * j + 3] = merged(before.w, o[4 * j + 3], factors[1]);
     }
-    if (keep) {
+  }
+
+  template <int kCount>
+  static __device__ __forceinline__ void keep(const float (&o)[kCount], float4* pieces, int threads) {
 #pragma unroll
-      for (int j = 0; j < kCount / 4; ++j) pieces[j * threads] = make_float4(o[4 * j], o[4 * j + 1], o[4 * j + 2], o[4 * j + 3]);
-    }
-    some = true;
+    for (int j = 0; j < kCount / 4; ++j) pieces[j * threads] = make_float4(o[4 * j], o[4 * j + 1], o[4 * j + 2], o[4 * j + 3]);
   }
 };
 
