@@ -187,8 +187,8 @@ SM90 = "sm90-v1"
 def tensor_core_packed(dtype: torch.dtype, width: int) -> None:
     arrays = [leaf(400, heads, width, dtype=dtype) for heads in (4, 2, 2)]
     offsets, used = torch.tensor([3, 36, 36, 390], device=DEVICE), torch.tensor([30, 0, 350], device=DEVICE)
-    results = attn_cuda.attention_varlen(*arrays, offsets, offsets, seqlens_q=used, seqlens_k=used, return_lse=True, contract=SM90)
-    backward(results, arrays)
+    q, k, v = arrays
+    backward(attn_cuda.attention_varlen(q, k, v, offsets, offsets, seqlens_q=used, seqlens_k=used, contract=SM90), arrays)
 
 
 def tensor_core_problems() -> Iterator[Work]:
