@@ -14,8 +14,10 @@ namespace attn_cuda::hopper {
 constexpr int kBlock = 128;            // rows or keys of a block: one head, one item
 constexpr int kBackwardThreads = 384;  // a warpgroup that loads and two that compute
 constexpr int kConsumers = 256;        // threads
-constexpr int kLoaderRegisters = 32;
+constexpr int kLaunchRegisters = 168;  // of each of 384 threads; setmaxnreg only moves them between warpgroups
+constexpr int kLoaderRegisters = 24;
 constexpr int kConsumerRegisters = 240;
+static_assert(kLoaderRegisters + 2 * kConsumerRegisters <= 3 * kLaunchRegisters, "a consumer would wait for registers for ever");
 constexpr int64_t kUnbounded = int64_t{1} << 40;
 
 // Parameter of every kernel. A pair is visible iff -left <= j - (i + item.offset) <= right and j < item.used.

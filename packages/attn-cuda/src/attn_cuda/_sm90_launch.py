@@ -16,6 +16,7 @@ from attn_cuda._extension import extension
 
 __all__ = ["Sm90Kernels", "sm90_reasons"]
 
+OPERATORS = ("attention", "attention_varlen")
 HEAD_DIMS = (64, 128)
 """Head dims of q, k and v. For 256 the state of a segment and the merged one do not fit a multiprocessor."""
 _NEEDS = f"contract {CONTRACT} needs an NVIDIA GPU of compute capability 9.0; attn_reference has its bits on the CPU"
@@ -74,6 +75,8 @@ class Sm90Kernels:
 def sm90_reasons(problem: Problem) -> tuple[str, ...]:
     """What the kernels of contract sm90-v1 lack for ``problem``, beyond what the contract refuses."""
     found = []
+    if problem.op not in OPERATORS:
+        found.append(f"{problem.op} with contract {CONTRACT} (supported: {', '.join(OPERATORS)})")
     if problem.head_dim == problem.value_dim and problem.head_dim not in HEAD_DIMS:
         found.append(
             f"head_dim={problem.head_dim} with contract {CONTRACT} (supported: {', '.join(map(str, HEAD_DIMS))}; others: ordered-v1)"
