@@ -42,7 +42,7 @@ __global__ void __launch_bounds__(kLanes) plan_kernel(const __grid_constant__ Pl
 
 struct EmptyRows {
   float* lse;
-  float* row_max;
+  float* row_max;  // null: LSE alone
   float* row_sum;
   int64_t rows;
 };
@@ -51,6 +51,7 @@ __global__ void __launch_bounds__(kFillThreads) empty_rows_kernel(const __grid_c
   const int64_t row = static_cast<int64_t>(blockIdx.x) * kFillThreads + threadIdx.x;
   if (row >= arguments.rows) return;
   arguments.lse[row] = attn::negative_infinity();
+  if (arguments.row_max == nullptr) return;
   arguments.row_max[row] = attn::negative_infinity();
   arguments.row_sum[row] = 0.0f;
 }
@@ -157,9 +158,14 @@ int64_t copy_bytes(const attn_cuda_attention& problem, const Input& input) {
 
 int take_input(const attn_cuda_attention& problem, const Input& input, Workspace& space, void* stream, Array* array) {
   *array = array_of(input.array, input.columns);
+  if (problem.cu_seqlens_q != nullptr) array->batch = 0;
+  return array->vectors ? 0 : copy_input(problem, input, space, stream, array);
+}
+
+int copy_input(const attn_cuda_attention& problem, const Input& input, Workspace& space, void* stream, Array* array) {
+  *array = array_of(input.array, input.columns);
   const bool packed = problem.cu_seqlens_q != nullptr;
   if (packed) array->batch = 0;
-  if (array->vectors) return 0;
   const int64_t columns = (input.columns + 7) / 8 * 8;
   const int64_t count = outer_size(problem) * input.heads * input.rows * columns;
   void* copy = space.take<char>(count * size_of(input.array.dtype));
@@ -235,6 +241,8 @@ int plan_keys(const attn_cuda_attention& problem, const Attention& attention, in
 int fill_bytes(void* data, int64_t bytes, void* stream) {
   return bytes == 0 ? 0 : cudaMemsetAsync(data, 0, static_cast<size_t>(bytes), static_cast<cudaStream_t>(stream));
 }
+
+int fill_dead(float* lse, int64_t rows, void* stream) { return fill_empty_rows(lse, nullptr, nullptr, rows, stream); }
 
 int fill_empty_rows(float* lse, float* row_max, float* row_sum, int64_t rows, void* stream) {
   return launch(empty_rows_kernel, EmptyRows{lse, row_max, row_sum, rows}, (rows + kFillThreads - 1) / kFillThreads,

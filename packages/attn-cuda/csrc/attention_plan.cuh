@@ -90,6 +90,9 @@ struct Input {
 int64_t copy_bytes(const attn_cuda_attention& problem, const Input& input);
 int take_input(const attn_cuda_attention& problem, const Input& input, Workspace& space, void* stream, Array* array);
 
+// The copy, whatever the layout.
+int copy_input(const attn_cuda_attention& problem, const Input& input, Workspace& space, void* stream, Array* array);
+
 // Workspace of `prepare`.
 int64_t input_bytes(const attn_cuda_attention& problem);
 
@@ -128,6 +131,7 @@ int plan_rows(const attn_cuda_attention& problem, const Attention& attention, in
 int plan_keys(const attn_cuda_attention& problem, const Attention& attention, int size, Workspace& space, void* stream, Blocks* blocks);
 
 int fill_bytes(void* data, int64_t bytes, void* stream);
+int fill_dead(float* lse, int64_t rows, void* stream);  // -inf
 int fill_empty_rows(float* lse, float* row_max, float* row_sum, int64_t rows, void* stream);
 
 inline bool stores_fours(const void* data, int32_t dtype, int64_t width) {

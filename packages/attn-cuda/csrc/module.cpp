@@ -82,6 +82,9 @@ int capability(int device) {
 }  // namespace
 
 void define_attention(py::module_& module);
+#ifdef ATTN_CUDA_SM90
+void define_sm90(py::module_& module);
+#endif
 
 PYBIND11_MODULE(_cuda, module) {
   module.doc() = "Raw entry points of attn_cuda.h; RuntimeError carries the CUDA error or the refusal.";
@@ -102,4 +105,10 @@ PYBIND11_MODULE(_cuda, module) {
   module.def("probe", &probe);
   module.def("capability", &capability);
   define_attention(module);
+#ifdef ATTN_CUDA_SM90
+  module.attr("SM90") = true;
+  define_sm90(module);
+#else
+  module.attr("SM90") = false;
+#endif
 }

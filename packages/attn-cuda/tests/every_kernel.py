@@ -181,9 +181,35 @@ def attention_problems() -> Iterator[Work]:
     yield Work("decode in two waves", partial(decode, Sizes(1, 1, 1, 17000, 40, 40), torch.bfloat16))
 
 
+SM90 = "sm90-v1"
+
+
+def tensor_core_packed(dtype: torch.dtype, width: int) -> None:
+    arrays = [leaf(400, heads, width, dtype=dtype) for heads in (4, 2, 2)]
+    offsets, used = torch.tensor([3, 36, 36, 390], device=DEVICE), torch.tensor([30, 0, 350], device=DEVICE)
+    q, k, v = arrays
+    backward(attn_cuda.attention_varlen(q, k, v, offsets, offsets, seqlens_q=used, seqlens_k=used, contract=SM90), arrays)
+
+
+def tensor_core_problems() -> Iterator[Work]:
+    """Contract sm90-v1 where the device has it: each width and dtype with every kind of mask, segments that are merged, and sinks."""
+    if BACKEND.reasons(Problem(op="attention", dtype="bfloat16", device=DEVICE, contract=SM90, head_dim=64, value_dim=64)):
+        return
+    for dtype in DTYPES[1:]:
+        for width in (64, 128):
+            name = f"{SM90} {dtype} {width}"
+            sizes = Sizes(4, 2, 333, 401, width, width)
+            options: dict[str, Any] = {"contract": SM90, "sinks": lambda: leaf(4)}
+            yield Work(f"{name} full", partial(attention, sizes, dtype, ("sinks",), causal=False, **options))
+            yield Work(f"{name} window", partial(attention, sizes, dtype, ("sinks",), window=(150, 0), **options))
+            lengths: dict[str, Any] = {"kv_lengths": lambda: torch.tensor([1450], device=DEVICE), "k_start": 100, "q_start": 1400}
+            yield Work(f"{name} segments", partial(attention, Sizes(2, 1, 5, 1500, width, width), dtype, contract=SM90, **lengths))
+            yield Work(f"{name} packed", partial(tensor_core_packed, dtype, width))
+
+
 def problems() -> list[Work]:
     """All of them, in a fixed order."""
-    return [*softmax_problems(), *product_problems(), *attention_problems()]
+    return [*softmax_problems(), *product_problems(), *attention_problems(), *tensor_core_problems()]
 
 
 def launched(run: Callable[[], None]) -> list[str]:

@@ -97,7 +97,7 @@ def test_the_fingerprint_is_of_sources_flags_compiler_and_architectures(nvcc: st
     assert _configure(source, build, f"-DCMAKE_CUDA_COMPILER={nvcc}").returncode == 0
     seen = [fingerprint()]
     assert fingerprint() == seen[0]
-    for path in sorted((source / "csrc").iterdir()):
+    for path in sorted(path for path in (source / "csrc").rglob("*") if path.is_file()):
         path.write_text(path.read_text() + "\n")
         seen.append(fingerprint())
     for option in ("-DATTN_CUDA_ARCHITECTURES=80-real;90a-real", "-DCMAKE_CUDA_FLAGS=-lineinfo"):

@@ -111,7 +111,9 @@ def test_a_tool_that_fails_or_does_not_end_has_no_result(tmp_path: Path, body: s
 
 @pytest.fixture
 def on_the_host(monkeypatch: pytest.MonkeyPatch) -> None:
-    backend = SimpleNamespace(operators=REFERENCE.operators, capabilities=REFERENCE.capabilities, unavailable=lambda device: None)
+    backend = SimpleNamespace(
+        operators=REFERENCE.operators, capabilities=REFERENCE.capabilities, reasons=REFERENCE.reasons, unavailable=lambda device: None
+    )
     monkeypatch.setattr(work, "DEVICE", "cpu")
     monkeypatch.setattr(work, "attn_cuda", attn_reference)
     monkeypatch.setattr(work, "BACKEND", backend)

@@ -18,6 +18,7 @@ from attn_spec._registry import explain
 GOOD: dict[str, Any] = {
     "FLAGS": "-O3 --fmad=false",
     "ARCHITECTURES": "80-real,90a-real",
+    "SM90": True,
     "SOFTMAX_TILE": 256,
     "PROBE_NAMES": "subnormal product,division",
     "FINGERPRINT": "0" * 64,
@@ -128,3 +129,37 @@ def test_each_device_is_judged_by_itself(machine: Machine) -> None:
     machine(ARCHITECTURES="90a-real", capability=lambda device: (90, 80)[device])
     assert _extension.device_reason(0) is None
     assert "compute capability 8.0" in str(_extension.device_reason(1))
+
+
+def tensor_core_problem(**changes: Any) -> Problem:
+    values = {"op": "attention", "dtype": "bfloat16", "device": "cuda", "contract": "sm90-v1", "head_dim": 128, "value_dim": 128, **changes}
+    return Problem(**values)
+
+
+def test_hopper_runs_attention_of_its_contract_with_gradients(machine: Machine) -> None:
+    machine()
+    features = frozenset({"causal", "window", "sinks", "kv_lengths", "q_start", "k_start", "return_lse", "gradient"})
+    assert BACKEND.reasons(tensor_core_problem(features=features)) == ()
+    assert BACKEND.reasons(tensor_core_problem(op="attention_varlen", head_dim=64, value_dim=64)) == ()
+
+
+@pytest.mark.parametrize(
+    ("problem", "reason"),
+    [
+        ({"head_dim": 256, "value_dim": 256}, "head_dim=256 with contract sm90-v1 (supported: 64, 128; others: ordered-v1)"),
+        ({"op": "joint_attention"}, "joint_attention with contract sm90-v1 (supported: attention, attention_varlen)"),
+    ],
+)
+def test_what_the_hopper_kernels_lack_is_refused_with_its_reason(machine: Machine, problem: dict[str, Any], reason: str) -> None:
+    machine()
+    assert reason in BACKEND.reasons(tensor_core_problem(**problem))
+
+
+def test_other_builds_and_devices_refuse_the_contract_of_hopper(machine: Machine, monkeypatch: pytest.MonkeyPatch) -> None:
+    machine(SM90=False, ARCHITECTURES="80-real")
+    assert "was built for 80-real, without 90a" in "; ".join(BACKEND.reasons(tensor_core_problem()))
+    machine()
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device=None: (10, 0))
+    assert "compute capability 10.0 (contract sm90-v1 needs an NVIDIA GPU of compute capability 9.0" in "; ".join(
+        BACKEND.reasons(tensor_core_problem())
+    )

@@ -72,9 +72,11 @@ class Problem:
 
 def _on(tensor: Tensor, device: str) -> Tensor:
     """The same values, strides and place in its storage on a device, as a tensor of its own."""
-    extent = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True)) + 1 if tensor.numel() else 0
-    storage = torch.empty(tensor.storage_offset() + extent, dtype=tensor.dtype, device=device)
-    return storage.as_strided(tensor.shape, tensor.stride(), tensor.storage_offset()).copy_(tensor).detach()
+    once = tensor[tuple(slice(0, 1) if stride == 0 else slice(None) for stride in tensor.stride())]
+    extent = sum((size - 1) * stride for size, stride in zip(once.shape, once.stride(), strict=True)) + 1 if once.numel() else 0
+    storage = torch.empty(once.storage_offset() + extent, dtype=once.dtype, device=device)
+    copy = storage.as_strided(once.shape, once.stride(), once.storage_offset()).copy_(once)
+    return copy.expand(tensor.shape).detach()
 
 
 @dataclass(frozen=True)
@@ -173,6 +175,12 @@ def turned(problem: Problem) -> Problem:
     return problem.edited(q=q.transpose(1, 2).contiguous().transpose(1, 2), k=k.transpose(2, 3).contiguous().transpose(2, 3), v=shifted)
 
 
+def expanded(problem: Problem) -> Problem:
+    """One kv head's keys and values for all, and one query row's gradient, without copies."""
+    k, v = (problem.tensors[name][:, :1].expand(-1, problem.tensors[name].shape[1], -1, -1) for name in ("k", "v"))
+    return replace(problem.edited(k=k, v=v), dout=problem.dout[:, :, :1].expand_as(problem.dout))
+
+
 def ints(*values: int) -> Tensor:
     return torch.tensor(values)
 
@@ -204,6 +212,13 @@ CALLS: dict[str, Callable[[], Problem]] = {
     "large scores": lambda: dense(spread=30.0),
     "a given scale": lambda: dense(scale=0.7),
     "another layout": lambda: turned(dense(heads=2, kv_heads=2)),
+    "expanded heads and rows": lambda: expanded(dense(heads=4, kv_heads=2, queries=140)),
+    "D 128, full, ragged": lambda: dense(batch=2, heads=4, kv_heads=2, queries=333, keys=401, head_dim=128, causal=False, sinks=True),
+    "D 128, window": lambda: dense(queries=700, keys=700, head_dim=128, window=(200, 0), sinks=True),
+    "D 128, window on both sides": lambda: dense(queries=300, keys=333, head_dim=128, causal=False, window=(40, 60), dtype=HALF),
+    "D 128, starts": lambda: dense(batch=2, queries=200, keys=1300, head_dim=128, more={"k_start": ints(1, 1000)}, window=(1200, 0)),
+    "D 128, lengths": lambda: dense(batch=4, queries=200, keys=300, head_dim=128, more={"kv_lengths": ints(300, 0, 1, 129)}, sinks=True),
+    "D 128, packed": lambda: packed((17, 0, 130, 5, 64, 300), (40, 30, 130, 0, 300, 310), head_dim=128),
     "packed": lambda: packed((17, 0, 130, 5, 64), (40, 30, 130, 0, 300)),
     "packed, D 128 with sinks": lambda: packed((17, 200, 1), (17, 200, 1), head_dim=128, sinks=True, dtype=HALF),
     "packed, padded segments": lambda: packed(

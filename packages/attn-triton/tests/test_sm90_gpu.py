@@ -1,38 +1,68 @@
 """Contract sm90-v1 on a Hopper GPU: the bytes of the CPU model, forward and backward, and what may not move them.
 
+Every test runs with attn_triton and, where it is installed, with the kernels of attn_cuda.
+
 ``TRITON_INTERPRET=0 pytest packages/attn-triton/tests/test_sm90_gpu.py``; without such a GPU there is nothing to run.
 """
 
 from __future__ import annotations
 
+import importlib
 from collections.abc import Iterator
-from dataclasses import replace
+from dataclasses import dataclass, replace
+from typing import Any
 
 import attn_reference
 import attn_reference.partials
-import attn_triton
+import attn_spec
 import attn_triton.partials
 import pytest
 import torch
 from attn_spec import Problem as Described
 from attn_triton import _sm90_configuration, _sm90_launch
 from attn_triton._sm90_configuration import CONFIGS, Sm90Config, TileConfig
-from attn_triton.backend import BACKEND
 from sm90_calls import CALLS, CONTRACT, JOINTS, Problem, dense, joint, packed
 from torch import Tensor
 
 ROWS = ("out", "lse", "dq")
 
 
-@pytest.fixture(autouse=True)
-def hopper() -> None:
-    reasons = BACKEND.reasons(Described(op="attention", dtype="bfloat16", device="cuda", contract=CONTRACT, head_dim=64, value_dim=64))
-    if reasons:
-        pytest.skip("; ".join(reasons))
+@dataclass(frozen=True)
+class Run:
+    """A backend's results on the GPU; a test is skipped at a head dim that the backend refuses by reason."""
+
+    functions: Any
+    head_dims: tuple[int, ...]
+
+    def __call__(self, problem: Problem) -> dict[str, Tensor]:
+        head_dim = problem.tensors["q"].shape[-1]
+        if head_dim not in self.head_dims:
+            pytest.skip(f"{self.functions.__name__} has head dims {self.head_dims} only")
+        return problem.results(self.functions, "cuda")
 
 
-def on_gpu(problem: Problem) -> dict[str, Tensor]:
-    return problem.results(attn_triton, "cuda")
+def runner(name: str) -> Run:
+    """A backend that runs the contract; the test is skipped where it does not."""
+    backend = attn_spec.backends().get(name)
+    if backend is None:
+        pytest.skip(f"{name} is not installed")
+    reasons = {
+        size: backend.reasons(Described(op="attention", dtype="bfloat16", device="cuda", contract=CONTRACT, head_dim=size, value_dim=size))
+        for size in CONFIGS
+    }
+    if reasons[64]:
+        pytest.skip("; ".join(reasons[64]))
+    return Run(importlib.import_module(name), tuple(size for size, found in reasons.items() if not found))
+
+
+@pytest.fixture(params=("attn_triton", "attn_cuda"))
+def on_gpu(request: pytest.FixtureRequest) -> Run:
+    return runner(request.param)
+
+
+@pytest.fixture
+def on_triton() -> Run:
+    return runner("attn_triton")
 
 
 def bits(tensor: Tensor) -> Tensor:
@@ -57,25 +87,25 @@ def part(
 
 
 @pytest.mark.parametrize("name", CALLS)
-def test_bytes_equal_the_model(name: str) -> None:
+def test_bytes_equal_the_model(on_gpu: Run, name: str) -> None:
     problem = CALLS[name]()
     assert_same(on_gpu(problem), problem.results(attn_reference), name)
 
 
 @pytest.mark.parametrize("name", JOINTS)
-def test_joint_bytes_equal_the_model(name: str) -> None:
+def test_joint_bytes_equal_the_model(on_triton: Run, name: str) -> None:
     problem = JOINTS[name]()
-    assert_same(problem.results(attn_triton, "cuda"), problem.results(attn_reference), name)
+    assert_same(problem.results(on_triton.functions, "cuda"), problem.results(attn_reference), name)
 
 
 @pytest.mark.parametrize("head_dim", CONFIGS)
-def test_prompt_padding(head_dim: int) -> None:
+def test_prompt_padding(on_triton: Run, head_dim: int) -> None:
     """Seventy tokens alone, and anywhere in a prompt of other lengths, within a segment and over its end."""
     problem = joint(image=150, head_dim=head_dim)
-    wanted = problem.results(attn_triton, "cuda")
+    wanted = problem.results(on_triton.functions, "cuda")
     for first, length in ((0, 71), (1, 128), (3, 1100), (1030, 1100)):
         places = list(range(first, first + 70))
-        found = problem.padded(places, length).results(attn_triton, "cuda")
+        found = problem.padded(places, length).results(on_triton.functions, "cuda")
         text = {name: tensor for name, tensor in found.items() if name.endswith("_txt")}
         padding = [slot for slot in range(length) if slot not in places]
         for name, tensor in text.items():
@@ -83,17 +113,17 @@ def test_prompt_padding(head_dim: int) -> None:
         assert_same({**found, **{name: tensor[:, :, places] for name, tensor in text.items()}}, wanted, f"{first} in {length}")
 
 
-def test_a_common_grid_is_noticed() -> None:
+def test_a_common_grid_is_noticed(on_triton: Run) -> None:
     """Control: text and image as keys of one grid have other bits."""
     problem = joint(image=150)
     q, k, v = (torch.cat((problem.tensors[index], problem.tensors[index + 3]), dim=2).cuda() for index in range(3))
-    out = attn_triton.attention(q, k, v, causal=False, contract=CONTRACT).cpu()
+    out = on_triton.functions.attention(q, k, v, causal=False, contract=CONTRACT).cpu()
     with pytest.raises(AssertionError, match="differ"):
-        assert_same({"out_img": out[:, :, 70:]}, {"out_img": problem.results(attn_triton, "cuda")["out_img"]})
+        assert_same({"out_img": out[:, :, 70:]}, {"out_img": problem.results(on_triton.functions, "cuda")["out_img"]})
 
 
 @pytest.mark.parametrize("head_dim", CONFIGS)
-def test_partials(head_dim: int) -> None:
+def test_partials(on_triton: Run, head_dim: int) -> None:
     """States of the segments of parts of the keys, and their merge, against the CPU model and one call."""
     problem = dense(batch=2, heads=4, kv_heads=2, queries=70, keys=2500, head_dim=head_dim, sinks=True)
     q, k, v, sinks = (problem.tensors[name] for name in ("q", "k", "v", "sinks"))
@@ -105,7 +135,7 @@ def test_partials(head_dim: int) -> None:
         for name in ("n", "l", "o"):
             assert_same({name: getattr(found[-1], name).cpu()}, {name: getattr(wanted[-1], name)}, f"keys from {begin}")
     merged = attn_triton.partials.merge_partials(found, sinks=sinks.cuda())
-    whole = attn_triton.attention(q.cuda(), k.cuda(), v.cuda(), sinks=sinks.cuda(), return_lse=True, contract=CONTRACT)
+    whole = on_triton.functions.attention(q.cuda(), k.cuda(), v.cuda(), sinks=sinks.cuda(), return_lse=True, contract=CONTRACT)
     model = attn_reference.partials.merge_partials(wanted, sinks=sinks)
     for name, *values in zip(("out", "lse"), merged, whole, model, strict=True):
         for other in values[1:]:
@@ -113,26 +143,26 @@ def test_partials(head_dim: int) -> None:
 
 
 @pytest.mark.parametrize("programs", (1, 3))
-def test_packed_segments_share_programs(programs: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_packed_segments_share_programs(on_triton: Run, programs: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Fewer programs than blocks and segments, and none split at all."""
     problem = CALLS["packed decode, D 128, unequal"]()
     wanted, grid = problem.results(attn_reference), _sm90_launch._segment_grid
     with monkeypatch.context() as few:
         few.setattr(_sm90_launch, "_segment_grid", lambda *arguments: replace(grid(*arguments), programs=programs))
-        assert_same(on_gpu(problem), wanted, f"{programs} programs")
+        assert_same(on_triton(problem), wanted, f"{programs} programs")
     monkeypatch.setattr(_sm90_launch, "MOST_WORKSPACE", 0)
-    assert_same(on_gpu(problem), wanted, "whole")
+    assert_same(on_triton(problem), wanted, "whole")
 
 
 @pytest.mark.parametrize("name", ("three segments, many rows", "starts, many rows", "window", "lengths", "starts"))
-def test_splitting_by_segments_moves_no_bit(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_splitting_by_segments_moves_no_bit(on_triton: Run, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     problem = CALLS[name]()
     wanted = problem.results(attn_reference)
     with monkeypatch.context() as whole:
         whole.setattr(_sm90_launch, "_segments", lambda *_: 1)
-        assert_same(on_gpu(problem), wanted, f"{name}, whole")
+        assert_same(on_triton(problem), wanted, f"{name}, whole")
     monkeypatch.setattr(_sm90_launch, "FEW_PROGRAMS", 1 << 30)
-    assert_same(on_gpu(problem), wanted, f"{name}, split")
+    assert_same(on_triton(problem), wanted, f"{name}, split")
 
 
 def other_configs(head_dim: int, config: Sm90Config) -> Iterator[Sm90Config]:
@@ -151,16 +181,16 @@ def other_configs(head_dim: int, config: Sm90Config) -> Iterator[Sm90Config]:
 
 
 @pytest.mark.parametrize("head_dim", CONFIGS)
-def test_no_configuration_moves_a_bit(head_dim: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_no_configuration_moves_a_bit(on_triton: Run, head_dim: int, monkeypatch: pytest.MonkeyPatch) -> None:
     problem = dense(head_dim=head_dim, heads=4, kv_heads=2, queries=200, keys=1400, window=(1300, 0), sinks=True)
-    wanted = on_gpu(problem)
+    wanted = on_triton(problem)
     for config in other_configs(head_dim, CONFIGS[head_dim]):
         monkeypatch.setitem(_sm90_configuration.CONFIGS, head_dim, config)
-        assert_same(on_gpu(problem), wanted, str(config))
+        assert_same(on_triton(problem), wanted, str(config))
 
 
 @pytest.mark.parametrize("head_dim", CONFIGS)
-def test_batch_size_and_slot(head_dim: int) -> None:
+def test_batch_size_and_slot(on_gpu: Run, head_dim: int) -> None:
     problem = dense(batch=3, heads=4, kv_heads=2, queries=150, keys=150, head_dim=head_dim)
     whole = on_gpu(problem)
     for slot in range(3):
@@ -169,7 +199,7 @@ def test_batch_size_and_slot(head_dim: int) -> None:
         assert_same(alone, wanted, f"slot {slot}")
 
 
-def test_neighbours_lengths() -> None:
+def test_neighbours_lengths(on_gpu: Run) -> None:
     """A neighbour's queue grows from 9 to 10 tokens beside a decode step."""
     problem = packed((1, 10), (1500, 10))
     results = []
@@ -183,7 +213,7 @@ def test_neighbours_lengths() -> None:
 
 
 @pytest.mark.parametrize("head_dim", CONFIGS)
-def test_chunked_prefill(head_dim: int) -> None:
+def test_chunked_prefill(on_gpu: Run, head_dim: int) -> None:
     problem = dense(queries=400, keys=1500, head_dim=head_dim, heads=2, kv_heads=2, sinks=True)
     whole = on_gpu(problem)
     for cut in (1, 37, 127, 128, 129, 300, 399):
@@ -193,7 +223,7 @@ def test_chunked_prefill(head_dim: int) -> None:
 
 
 @pytest.mark.parametrize("head_dim", CONFIGS)
-def test_decode_equals_prefill(head_dim: int) -> None:
+def test_decode_equals_prefill(on_gpu: Run, head_dim: int) -> None:
     """Steps of one token, alone and two at a time in a batch of other lengths, near tile and segment edges."""
     problem = dense(queries=2100, keys=2100, head_dim=head_dim, heads=4, kv_heads=1, sinks=True)
     whole = part(on_gpu(problem), names=("out", "lse"))
@@ -208,7 +238,7 @@ def test_decode_equals_prefill(head_dim: int) -> None:
         assert_same(part(on_gpu(pair), names=("out", "lse"), items=slice(0, 1)), wanted, f"step {step} in a batch")
 
 
-def test_packed_padded_and_alone() -> None:
+def test_packed_padded_and_alone(on_gpu: Run) -> None:
     """Segments of a packed call, of a padded batch and of calls of their own."""
     lengths = (17, 300, 1, 128, 1030)
     call = packed(lengths, lengths, heads=4, kv_heads=2)
@@ -231,7 +261,7 @@ def test_packed_padded_and_alone() -> None:
         first += length
 
 
-def test_a_rolling_cache() -> None:
+def test_a_rolling_cache(on_gpu: Run) -> None:
     """Keys that left the window may leave the cache: the grid of tiles and segments stays."""
     problem = dense(queries=3, keys=1500, heads=2, kv_heads=2, window=(700, 0))
     whole = part(on_gpu(problem))
@@ -242,7 +272,7 @@ def test_a_rolling_cache() -> None:
         assert_same(part(on_gpu(rolled)), whole, f"{dropped} keys dropped")
 
 
-def test_a_shifted_grid_is_noticed() -> None:
+def test_a_shifted_grid_is_noticed(on_gpu: Run) -> None:
     """Control: the same keys at other positions lie in other tiles and have other bits."""
     problem = dense(queries=3, keys=1500, heads=2, kv_heads=2, causal=False)
     shifted = problem.edited(k_start=torch.tensor([500]))
@@ -250,7 +280,7 @@ def test_a_shifted_grid_is_noticed() -> None:
         assert_same(part(on_gpu(shifted)), part(on_gpu(problem)))
 
 
-def test_repetition_beside_other_work() -> None:
+def test_repetition_beside_other_work(on_gpu: Run) -> None:
     """Twenty backward passes while another stream keeps the GPU busy."""
     problem = dense(batch=2, heads=4, kv_heads=2, queries=500, keys=500, head_dim=128, sinks=True)
     wanted = on_gpu(problem)
@@ -263,7 +293,7 @@ def test_repetition_beside_other_work() -> None:
     torch.cuda.synchronize()
 
 
-def test_a_nan_stays_in_its_row() -> None:
+def test_a_nan_stays_in_its_row(on_gpu: Run) -> None:
     problem = dense(queries=70, keys=150)
     q = problem.tensors["q"].clone()
     q[:, :, 7] = torch.nan
@@ -274,7 +304,8 @@ def test_a_nan_stays_in_its_row() -> None:
         assert torch.equal(bits(found[name][:, :, rest]), bits(wanted[name][:, :, rest])), name
 
 
-def test_what_it_lacks_is_refused() -> None:
-    q = torch.zeros(1, 1, 2, 96, dtype=torch.bfloat16, device="cuda")
-    with pytest.raises(NotImplementedError, match=r"head_dim=96.*with contract sm90-v1.*ordered-v1"):
-        attn_triton.attention(q, q, q, contract=CONTRACT)
+def test_what_it_lacks_is_refused(on_gpu: Run) -> None:
+    head_dim = next(size for size in (256, 96) if size not in on_gpu.head_dims)
+    q = torch.zeros(1, 1, 2, head_dim, dtype=torch.bfloat16, device="cuda")
+    with pytest.raises(NotImplementedError, match=rf"head_dim={head_dim}.*with contract sm90-v1.*ordered-v1"):
+        on_gpu.functions.attention(q, q, q, contract=CONTRACT)

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from attn_cuda._arrays import address, array, dtype_codes, module_for, place
 
-__all__ = ["MAX_HEAD_DIM", "AttentionKernels"]
+__all__ = ["MAX_HEAD_DIM", "AttentionKernels", "options_of", "problem_of"]
 
 MAX_HEAD_DIM = 256
 """Largest head dim of q, k and v that the kernels hold."""
@@ -40,7 +40,7 @@ class AttentionKernels:
         self, inputs: AttentionInputs, dout: Tensor, dlse: Tensor | None, row_max: Tensor, row_sum: Tensor, needs: frozenset[str]
     ) -> dict[str, Tensor]:
         """Gradients of the names in ``needs`` (q, k, v, sinks, bias), each with the shape and dtype of its input."""
-        options = _options(inputs)
+        options = options_of(inputs)
         module = _module(inputs, (*options.values(), dout, dlse, row_max, row_sum))
         _check_rows(inputs, dout, dlse, row_max, row_sum)
         tensors = {"q": inputs.q, "k": inputs.k, "v": inputs.v, "sinks": inputs.sinks, "bias": inputs.bias}
@@ -51,7 +51,7 @@ class AttentionKernels:
         }
         if any(gradient.numel() for gradient in found.values()):
             codes = dtype_codes(module)
-            problem, kept = _problem(codes, inputs, options)
+            problem, kept = problem_of(codes, inputs, options)
             device, stream = place(inputs.q)
             rows = [None if row is None else row.to(torch.float32).contiguous() for row in (dlse, row_max, row_sum)]
             pointers = (*map(address, rows), *(address(found.get(name)) for name in tensors))
@@ -65,7 +65,7 @@ class AttentionKernels:
 def _forward(inputs: AttentionInputs, out_dtype: torch.dtype, count: int) -> tuple[Tensor, ...]:
     """out and the first ``count`` of LSE, row max and row sum. The kernels keep the others in the workspace: allocations are a large part
     of a small call."""
-    options = _options(inputs)
+    options = options_of(inputs)
     module = _module(inputs, options.values())
     q, scale = inputs.q, inputs.scale
     *outer, _ = q.shape
@@ -73,7 +73,7 @@ def _forward(inputs: AttentionInputs, out_dtype: torch.dtype, count: int) -> tup
     rows = [q.new_empty(inputs.row_shape, dtype=torch.float32) for _ in range(count)]
     if 0 not in outer:
         codes = dtype_codes(module)
-        problem, kept = _problem(codes, inputs, options)
+        problem, kept = problem_of(codes, inputs, options)
         device, stream = place(q)
         workspace = q.new_empty(module.attention_forward_workspace(device, problem, scale), dtype=torch.uint8)
         results = (out.data_ptr(), codes[out_dtype], *[row.data_ptr() for row in rows], *_NULL[count:])
@@ -105,7 +105,7 @@ def _check_rows(inputs: AttentionInputs, dout: Tensor, dlse: Tensor | None, row_
             raise ValueError(f"attention_backward: {name} must have shape {list(inputs.row_shape)}; got {list(row.shape)}")
 
 
-def _options(inputs: AttentionInputs) -> dict[int, Tensor]:
+def options_of(inputs: AttentionInputs) -> dict[int, Tensor]:
     """The tensors that the kernels read as contiguous ones, by their place in the C interface."""
     places = (
         inputs.query_mask,
@@ -122,7 +122,7 @@ def _options(inputs: AttentionInputs) -> dict[int, Tensor]:
     return {place: tensor for place, tensor in enumerate(places) if tensor is not None}
 
 
-def _problem(codes: dict[torch.dtype, int], inputs: AttentionInputs, options: dict[int, Tensor]) -> tuple[tuple[Any, ...], list[Tensor]]:
+def problem_of(codes: dict[torch.dtype, int], inputs: AttentionInputs, options: dict[int, Tensor]) -> tuple[tuple[Any, ...], list[Tensor]]:
     """The problem as the extension takes it, and the tensors that it points to until the kernels are enqueued."""
     q, bias, segments = inputs.q, inputs.bias, inputs.cu_seqlens_q
     kept, pointers = [], [0] * _POINTERS

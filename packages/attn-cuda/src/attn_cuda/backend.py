@@ -5,12 +5,14 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Any, ClassVar
 
-from attn_spec import Capabilities, OperatorSupport
+from attn_spec import Capabilities, OperatorSupport, Problem
+from attn_spec._sm90 import CONTRACT as SM90
 from attn_spec.torch import Operators, TorchBackend
 
 from attn_cuda._attention_launch import MAX_HEAD_DIM, AttentionKernels
 from attn_cuda._extension import extension, unavailable
 from attn_cuda._products_launch import ProductKernels
+from attn_cuda._sm90_launch import Sm90Kernels, sm90_reasons
 from attn_cuda._softmax_launch import SoftmaxKernels
 
 __all__ = [
@@ -26,7 +28,7 @@ __all__ = [
 _ANY = {"causal", "window", "sinks", "return_lse", "gradient"}
 _CAPABILITIES = Capabilities(
     devices=("cuda",),
-    contracts=("ordered-v1", "ordered-v2"),
+    contracts=("ordered-v1", "ordered-v2", SM90),
     operators={
         "joint_attn_qk_gemm": OperatorSupport(frozenset({"gradient"})),
         "joint_attn_softmax": OperatorSupport(frozenset({"gradient", "key_padding_mask"})),
@@ -40,12 +42,12 @@ _CAPABILITIES = Capabilities(
 )
 
 
-class _CudaKernels(SoftmaxKernels, ProductKernels, AttentionKernels):
+class _CudaKernels(SoftmaxKernels, ProductKernels, AttentionKernels, Sm90Kernels):
     """Every kernel of the ``cuda`` engine."""
 
 
 class CudaBackend(TorchBackend):
-    """CUDA kernels of the ordered contracts."""
+    """CUDA kernels of the ordered contracts, and of sm90-v1 on Hopper."""
 
     name: ClassVar[str] = "attn_cuda"
     engines: ClassVar[tuple[str, ...]] = ("cuda",)
@@ -59,6 +61,11 @@ class CudaBackend(TorchBackend):
         self.engine(engine)
         reason: str | None = unavailable(device)
         return reason
+
+    def reasons(self, problem: Problem, engine: str | None = None) -> tuple[str, ...]:
+        """Every reason why ``problem`` is refused; contract sm90-v1 asks more of the head dim and the device than the others."""
+        found = super().reasons(problem, engine)
+        return found if problem.contract != SM90 else (*found, *sm90_reasons(problem))
 
     def operators(self, engine: str | None = None) -> Mapping[str, Callable[..., Any]]:
         self.engine(engine)

@@ -37,7 +37,7 @@ def _seen(rows, tile):
 @device_function
 def _scores(q, k_tiles, item, kv_head, rows, tile, MASKED: tl.constexpr, D: tl.constexpr, PACKED: tl.constexpr):
     """Unscaled scores [M, N] of a key tile, -inf where masked."""
-    s = tl.dot(q, key_block(k_tiles, item, kv_head, tile * N, PACKED, D).T)
+    s = tl.dot(q, key_block(k_tiles, item, kv_head, tile * N, N, D, PACKED).T)
     if MASKED:
         s = tl.where(_seen(rows, tile), s, NEGATIVE_INFINITY)
     return s
@@ -56,7 +56,7 @@ def _output_tile(
         p = quantized_along_columns(p, encode, decode, False)
         if MASKED:
             p = tl.where(_seen(rows, tile), p, 0.0)
-    v = key_block(v_tiles, item, kv_head, tile * N, PACKED, D)
+    v = key_block(v_tiles, item, kv_head, tile * N, N, D, PACKED)
     if MASKED and GARBAGE:
         v = tl.where(((tile * N + tl.arange(0, N)) < item.used)[:, None], v, 0.0)
     return classes, tl.dot(p.to(v.dtype), v, o)
@@ -93,7 +93,7 @@ def qat_forward(
     if block < 0:
         return
     rows = rows_at(arrays, sizes, item, kv_head, block * ROWS, ROWS)
-    _, begin, full_end, end = key_tiles(rows, tl.full([], 0, tl.int32))
+    _, begin, full_end, end = key_tiles(rows, tl.full([], 0, tl.int32), N)
     q = query_block(arrays, item, rows, D)
     top = tl.full((ROWS,), NEGATIVE_INFINITY, tl.float32)
     for tile in tl.range(begin, full_end, num_stages=STAGES):
@@ -141,7 +141,7 @@ def _delta_tile(
 ):  # fmt: skip
     """Class sums of P * dP after one more tile."""
     s = _scores(q, k_tiles, item, kv_head, rows, tile, MASKED, D, PACKED)
-    v = key_block(v_tiles, item, kv_head, tile * N, PACKED, D)
+    v = key_block(v_tiles, item, kv_head, tile * N, N, D, PACKED)
     if MASKED and GARBAGE:
         v = tl.where(((tile * N + tl.arange(0, N)) < item.used)[:, None], v, 0.0)
     terms = (ex2(tl.fma(s, c, -z[:, None])) * inverse[:, None]) * tl.dot(do, v.T)
@@ -203,7 +203,7 @@ def qat_row_values(
     z = tl.where(n == NEGATIVE_INFINITY, INFINITY, n)
     do = _row_block(dout, dout_batch, dout_head, dout_row, item, rows, D)
     if HIGH:
-        _, begin, full_end, end = key_tiles(rows, tl.full([], 0, tl.int32))
+        _, begin, full_end, end = key_tiles(rows, tl.full([], 0, tl.int32), N)
         q = query_block(arrays, item, rows, D)
         classes = tl.zeros((ROWS, CLASSES), tl.float32)
         for tile in tl.range(begin, full_end, num_stages=STAGES):
@@ -234,11 +234,11 @@ def _query_tile(
 ):  # fmt: skip
     """The sum for dq after one more key tile: a product of its own, then one rounded addition."""
     stored = tile * N + tl.arange(0, N)
-    k = key_block(k_tiles, item, kv_head, tile * N, PACKED, D)
+    k = key_block(k_tiles, item, kv_head, tile * N, N, D, PACKED)
     if MASKED and GARBAGE:
         k = tl.where((stored < item.used)[:, None], k, 0.0)
     s = tl.dot(q, k.T)
-    v = key_block(v_tiles, item, kv_head, tile * N, PACKED, D)
+    v = key_block(v_tiles, item, kv_head, tile * N, N, D, PACKED)
     dp = tl.dot(do, v.T)
     ds = (ex2(tl.fma(s, c, -z[:, None])) * inverse[:, None]) * (dp - delta[:, None])
     if MASKED:
@@ -246,7 +246,7 @@ def _query_tile(
     if SAME:
         b = k
     else:
-        b = key_block(b_tiles, item, kv_head, tile * N, PACKED, D)
+        b = key_block(b_tiles, item, kv_head, tile * N, N, D, PACKED)
         if MASKED and GARBAGE:
             b = tl.where((stored < item.used)[:, None], b, 0.0)
     return add_rn(acc, tl.dot(ds.to(b.dtype), b))
@@ -286,7 +286,7 @@ def qat_query_gradients(
     if block < 0:
         return
     rows = rows_at(arrays, sizes, item, kv_head, block * ROWS, ROWS)
-    _, begin, full_end, end = key_tiles(rows, tl.full([], 0, tl.int32))
+    _, begin, full_end, end = key_tiles(rows, tl.full([], 0, tl.int32), N)
     at = _line(sizes, item, rows.head, PACKED) * PAD + rows.query
     z = tl.load(maxima + at, mask=rows.present, other=INFINITY)
     inverse = tl.load(inverses + at, mask=rows.present, other=0.0)

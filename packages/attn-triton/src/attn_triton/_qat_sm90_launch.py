@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 from attn_spec import QATConfig
-from attn_spec._sm90 import score_factor
+from attn_spec._sm90 import key_tile, score_factor
 from attn_spec.torch import AttentionInputs
 from torch import Tensor
 
@@ -17,7 +17,6 @@ from attn_triton._nvfp4_launch import operands
 from attn_triton._problem import Problem, attention_problem, key_grid, result_strides, row_grid
 from attn_triton._sm90_backward_launch import _Backward, _row_values
 from attn_triton._sm90_configuration import TileConfig
-from attn_triton._sm90_forward_kernel import TILE_KEYS
 from attn_triton._sm90_launch import rows_of_tiles
 
 __all__ = ["CONFIGS", "CONTRACT", "QatConfigs", "qat_backward", "qat_forward"]
@@ -70,7 +69,7 @@ def qat_forward(inputs: AttentionInputs, config: QATConfig, scales: tuple[float,
                 problem.sizes.encoded,
                 grid.plan,
                 grid.per_item,
-                *(rows_of_tiles(tensor, call.packed, TILE_KEYS) for tensor in (call.k, call.v)),
+                *(rows_of_tiles(tensor, call.packed, key_tile(call.k.shape[-1])) for tensor in (call.k, call.v)),
                 factor,
                 *_scales(config, scales),
                 out,
@@ -113,7 +112,7 @@ class _Pass:
         return CONFIGS[self.call.q.shape[-1]]
 
     def _tiles(self, *tensors: Tensor) -> tuple[Any, ...]:
-        return tuple(rows_of_tiles(tensor, self.call.packed, TILE_KEYS) for tensor in tensors)
+        return tuple(rows_of_tiles(tensor, self.call.packed, key_tile(self.call.k.shape[-1])) for tensor in tensors)
 
     def fill_rows(self, saved: Saved, dlse: Tensor | None) -> None:
         launch = self.configs.rows
@@ -263,4 +262,4 @@ def _run(
     if "k" in found:
         work.key_gradients(found["k"], found["v"])
     if "sinks" in found:
-        _Backward(inputs, problem, dout, origins, deltas).sink_gradients(found["sinks"])
+        _Backward(inputs, problem, dout, origins, deltas, None).sink_gradients(found["sinks"])

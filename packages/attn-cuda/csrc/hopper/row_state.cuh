@@ -1,0 +1,158 @@
+// State of the two rows of a thread in the segment in work, and what a tile and the end of a segment do to it.
+// Source: docs/contracts/sm90-v1.md, section 3.
+#pragma once
+
+#include "hopper/row_block.cuh"
+
+namespace attn_cuda::hopper {
+
+constexpr int kScores = kTileKeys / 2;  // of a tile, in a thread
+
+// The two rows of a thread, as it sees the keys; `inner` and `outer` bound the tiles that all rows of the warp see as a whole.
+struct RowPair {
+  Visible keys[2];
+  int32_t inner, outer;
+
+  // Of thread `thread` of a warpgroup with these rows. An absent row sees all, so that it asks for no mask.
+  __device__ __forceinline__ RowPair(const Attention& problem, const Item& item, const Row* rows, int thread) {
+#pragma unroll
+    for (int h = 0; h < 2; ++h) {
+      const Row row = rows[row_of_thread(thread, h)];
+      keys[h] = row.head < 0 ? Visible{0, item.used} : visible_keys(problem, item, row.query);
+    }
+    inner = __reduce_max_sync(~0u, max(keys[0].lower, keys[1].lower));
+    outer = __reduce_min_sync(~0u, min(keys[0].upper, keys[1].upper));
+  }
+
+  // Scores of the tile that begins with stored key `first`: -inf for what a row does not see.
+  __device__ __forceinline__ void mask(float (&s)[kScores], int32_t first) const {
+    if (first >= inner && first + kTileKeys <= outer) return;
+    const int column = static_cast<int>(threadIdx.x) % 4 * 2;
+#pragma unroll
+    for (int h = 0; h < 2; ++h) {
+      const int32_t lower = keys[h].lower - first - column, upper = keys[h].upper - first - column;
+#pragma unroll
+      for (int j = 0; j < kScores / 4; ++j) {
+#pragma unroll
+        for (int e = 0; e < 2; ++e)
+          if (8 * j + e < lower || 8 * j + e >= upper) s[4 * j + 2 * h + e] = dead();
+      }
+    }
+  }
+};
+
+struct SegmentState {
+  float n[2], l[2][2];
+
+  __device__ __forceinline__ void clear() {
+#pragma unroll
+    for (int h = 0; h < 2; ++h) n[h] = dead(), l[h][0] = l[h][1] = 0.0f;
+  }
+
+  // Scores become p; `alpha` is the factor of O.
+  __device__ __forceinline__ void weigh(float (&s)[kScores], float factor, float (&alpha)[2]) {
+#pragma unroll
+    for (int h = 0; h < 2; ++h) {
+      float top = fmaxf(s[2 * h], s[2 * h + 1]);
+#pragma unroll
+      for (int j = 1; j < kScores / 4; ++j) top = fmaxf(top, fmaxf(s[4 * j + 2 * h], s[4 * j + 2 * h + 1]));
+      const float following = fmaxf(n[h], mul(quad_max(top), factor)), origin = origin_of(following);
+      alpha[h] = ex2(sub(n[h], origin));
+      n[h] = following;
+#pragma unroll
+      for (int j = 0; j < kScores / 4; ++j) {
+#pragma unroll
+        for (int e = 0; e < 2; ++e) s[4 * j + 2 * h + e] = ex2(fma(s[4 * j + 2 * h + e], factor, -origin));
+      }
+    }
+#pragma unroll
+    for (int h = 0; h < 2; ++h) {
+#pragma unroll
+      for (int e = 0; e < 2; ++e) l[h][e] = fma(l[h][e], alpha[h], class_of<kScores / 4>(s, h, e));
+    }
+  }
+
+  __device__ __forceinline__ float sum(int h) const { return row_sum(l[h][0], l[h][1]); }
+};
+
+template <int kCount>
+__device__ __forceinline__ void rescale(float (&o)[kCount], const float (&alpha)[2]) {
+#pragma unroll
+  for (int j = 0; j < kCount / 4; ++j) {
+#pragma unroll
+    for (int h = 0; h < 2; ++h) {
+#pragma unroll
+      for (int e = 0; e < 2; ++e) o[4 * j + 2 * h + e] = mul(o[4 * j + 2 * h + e], alpha[h]);
+    }
+  }
+}
+
+// The merged state of the segments before the one in work. Its O lies in shared memory, pieces of four floats of one thread each, which no
+// other thread touches.
+struct MergedState {
+  float n[2], l[2];
+  Factors factors[2];  // of the last segment
+  int segments = 0;
+
+  // Takes n and l of a segment. The first one is copied.
+  __device__ __forceinline__ void append(const SegmentState& segment) {
+#pragma unroll
+    for (int h = 0; h < 2; ++h) {
+      const float sum = segment.sum(h);
+      if (segments == 0) {
+        n[h] = segment.n[h];
+        l[h] = sum;
+      } else {
+        factors[h] = merge_factors(n[h], l[h], segment.n[h], sum);
+        n[h] = factors[h].n;
+        l[h] = merged(l[h], sum, factors[h]);
+      }
+    }
+    ++segments;
+  }
+
+  // O of that segment becomes the merged one.
+  template <int kCount>
+  __device__ __forceinline__ void merge(float (&o)[kCount], const float4* pieces, int threads) const {
+    if (segments == 1) return;
+#pragma unroll
+    for (int j = 0; j < kCount / 4; ++j) {
+      const float4 before = pieces[j * threads];
+      o[4 * j] = merged(before.x, o[4 * j], factors[0]);
+      o[4 * j + 1] = merged(before.y, o[4 * j + 1], factors[0]);
+      o[4 * j + 2] = merged(before.z, o[4 * j + 2], factors[1]);
+      o[4 * j + 3] = merged(before.w, o[4 * j + 3], factors[1]);
+    }
+  }
+
+  template <int kCount>
+  static __device__ __forceinline__ void keep(const float (&o)[kCount], float4* pieces, int threads) {
+#pragma unroll
+    for (int j = 0; j < kCount / 4; ++j) pieces[j * threads] = make_float4(o[4 * j], o[4 * j + 1], o[4 * j + 2], o[4 * j + 3]);
+  }
+};
+
+// o (64 x kColumns) = p (64 x 128, operands of the eight steps) times the tile of v at `tile`, from o or, where `accumulate` is 0, from +0.
+template <typename Half, int kCount>
+__device__ __forceinline__ void values_product(float (&o)[kCount], const uint32_t (&p)[kTileKeys / kStepColumns][4], const uint8_t* tile,
+                                               int accumulate) {
+  const uint64_t v = row_descriptor(tile, kTileKeys * kPanelRowBytes);
+#pragma unroll
+  for (int step = 0; step < kTileKeys / kStepColumns; ++step)
+    mma_step<Half, kAlongRows>(o, p[step], v + step * kRowStep, step == 0 ? accumulate : 1);
+}
+
+// s (64 x 128) = the warpgroup's queries times the tile of k at `tile`.
+template <typename Half, int kColumns>
+__device__ __forceinline__ void scores_product(float (&s)[kScores], const uint8_t* queries, const uint8_t* tile) {
+#pragma unroll
+  for (int panel = 0; panel < kColumns / kPanel; ++panel) {
+    const uint64_t q = column_descriptor(queries + panel * (kWarpgroupRows * kPanelRowBytes));
+    const uint64_t k = column_descriptor(tile + panel * (kTileKeys * kPanelRowBytes));
+#pragma unroll
+    for (int step = 0; step < kPanel / kStepColumns; ++step)
+      mma_step<Half>(s, q + step * kColumnStep, k + step * kColumnStep, panel + step > 0);
+  }
+}
+
+}  // namespace attn_cuda::hopper

@@ -1,0 +1,132 @@
+"""Kernel calls of contract sm90-v1 on Hopper's tensor cores, and why they cannot run here."""
+
+from __future__ import annotations
+
+from types import ModuleType
+
+import torch
+from attn_spec import Problem, UnsupportedProblem
+from attn_spec._sm90 import CONTRACT, score_factor
+from attn_spec.torch import AttentionInputs
+from torch import Tensor
+
+from attn_cuda._arrays import address, array, dtype_codes, module_for, place
+from attn_cuda._attention_launch import options_of, problem_of
+from attn_cuda._extension import extension
+
+__all__ = ["Sm90Kernels", "sm90_reasons"]
+
+OPERATORS = ("attention", "attention_varlen")
+HEAD_DIMS = (64, 128)
+"""Head dims of q, k and v. For 256 the state of a segment and the merged one do not fit a multiprocessor."""
+_NEEDS = f"contract {CONTRACT} needs an NVIDIA GPU of compute capability 9.0; attn_reference has its bits on the CPU"
+
+
+class Sm90Kernels:
+    """Attention of contract sm90-v1, on the current stream of the tensors' device.
+
+    Inputs may have any strides; those that the copy engine cannot address are copied to the workspace first.
+    """
+
+    def attention_sm90_forward(self, inputs: AttentionInputs) -> tuple[Tensor, Tensor]:
+        """out (layout and dtype of q) and LSE (float32, ``inputs.row_shape``)."""
+        options = options_of(inputs)
+        module = _module(inputs, *options.values())
+        q, scale = inputs.q, inputs.scale
+        factor = score_factor(scale)
+        out = q.new_empty(q.shape)
+        lse = q.new_empty(inputs.row_shape, dtype=torch.float32)
+        if lse.numel():
+            problem, kept = problem_of(dtype_codes(module), inputs, options)
+            device, stream = place(q)
+            workspace = q.new_empty(module.sm90_forward_workspace(device, problem, scale), dtype=torch.uint8)
+            module.sm90_forward(device, stream, problem, scale, factor, out.data_ptr(), lse.data_ptr(), workspace.data_ptr())
+            del kept, workspace
+        return out, lse
+
+    def attention_sm90_backward(
+        self, inputs: AttentionInputs, dout: Tensor, dlse: Tensor | None, out: Tensor, lse: Tensor, needs: frozenset[str]
+    ) -> dict[str, Tensor]:
+        """Gradients of the names in ``needs`` (q, k, v, sinks), each fresh, contiguous, with the shape and dtype of its input."""
+        options = options_of(inputs)
+        module = _module(inputs, *options.values(), dout, dlse, out, lse)
+        _check_rows(inputs, dout, dlse, out, lse)
+        tensors = {"q": inputs.q, "k": inputs.k, "v": inputs.v, "sinks": inputs.sinks}
+        found = {
+            name: torch.empty(tensor.shape, dtype=tensor.dtype, device=tensor.device)
+            for name, tensor in tensors.items()
+            if tensor is not None and name in needs
+        }
+        if any(gradient.numel() for gradient in found.values()):
+            codes, scale = dtype_codes(module), inputs.scale
+            problem, kept = problem_of(codes, inputs, options)
+            device, stream = place(inputs.q)
+            rows = [None if row is None else row.to(torch.float32).contiguous() for row in (lse, dlse)]
+            upstream = dout.to(inputs.q.dtype)
+            pointers = (*map(address, rows), *(address(found.get(name)) for name in tensors))
+            gradients = (array(codes, upstream), array(codes, out), *pointers)
+            size = module.sm90_backward_workspace(device, problem, scale, gradients)
+            workspace = inputs.q.new_empty(size, dtype=torch.uint8)
+            module.sm90_backward(device, stream, problem, scale, score_factor(scale), gradients, workspace.data_ptr())
+            del kept, rows, upstream, workspace
+        return found
+
+
+def sm90_reasons(problem: Problem) -> tuple[str, ...]:
+    """What the kernels of contract sm90-v1 lack for ``problem``, beyond what the contract refuses."""
+    found = []
+    if problem.op not in OPERATORS:
+        found.append(f"{problem.op} with contract {CONTRACT} (supported: {', '.join(OPERATORS)})")
+    if problem.head_dim == problem.value_dim and problem.head_dim not in HEAD_DIMS:
+        found.append(
+            f"head_dim={problem.head_dim} with contract {CONTRACT} (supported: {', '.join(map(str, HEAD_DIMS))}; others: ordered-v1)"
+        )
+    reason = _device_reason(None)
+    return tuple(found) if reason is None else (*found, reason)
+
+
+@torch.compiler.assume_constant_result
+def _device_reason(device: int | None) -> str | None:
+    """Why contract sm90-v1 does not run on a device, or None; whether there is a device at all is another question."""
+    module = extension()
+    if isinstance(module, str):
+        return None
+    if not module.SM90:
+        return f"attn-cuda was built for {module.ARCHITECTURES}, without 90a ({_NEEDS})"
+    if torch.version.cuda is None or not torch.cuda.is_available():
+        return None
+    found = torch.cuda.get_device_capability(device)
+    return None if found == (9, 0) else f"compute capability {'.'.join(map(str, found))} ({_NEEDS})"
+
+
+def _module(inputs: AttentionInputs, *others: Tensor | None) -> ModuleType:
+    """The compiled module, once the inputs are known to be ones that it runs."""
+    module = module_for(inputs.q, inputs.k, inputs.v, *others)
+    reasons = []
+    widths = inputs.q.shape[-1], inputs.v.shape[-1]
+    if widths[0] not in HEAD_DIMS or widths[1] != widths[0]:
+        reasons.append(f"head_dim={widths[0]}, value_dim={widths[1]} (supported: {', '.join(map(str, HEAD_DIMS))}, both the same)")
+    if any(tensor.dtype != inputs.q.dtype for tensor in (inputs.k, inputs.v)) or inputs.q.dtype not in (torch.bfloat16, torch.float16):
+        reasons.append(f"dtype {inputs.q.dtype} (supported: bfloat16, float16, of q, k and v alike)")
+    options = {
+        "bias": inputs.bias is not None,
+        "key_padding_mask": inputs.key_mask is not None or inputs.query_mask is not None,
+        "dropout": inputs.dropout_p > 0.0,
+    }
+    reasons += [f"{name} (not supported)" for name, given in options.items() if given]
+    reasons = [f"{reason} with contract {CONTRACT}; ordered-v1 has it" for reason in reasons]
+    reason = _device_reason(inputs.q.device.index)
+    if reason is not None:
+        reasons.append(reason)
+    if reasons:
+        raise UnsupportedProblem("attn_cuda", reasons)
+    return module
+
+
+def _check_rows(inputs: AttentionInputs, dout: Tensor, dlse: Tensor | None, out: Tensor, lse: Tensor) -> None:
+    for name, tensor in (("dout", dout), ("out", out)):
+        if tensor.shape != inputs.q.shape:
+            raise ValueError(f"attention_backward: {name} must have shape {list(inputs.q.shape)}; got {list(tensor.shape)}")
+    for name, row in (("dlse", dlse), ("lse", lse)):
+        if row is not None and row.shape != inputs.row_shape:
+            raise ValueError(f"attention_backward: {name} must have shape {list(inputs.row_shape)}; got {list(row.shape)}")
