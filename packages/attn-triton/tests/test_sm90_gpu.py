@@ -20,6 +20,7 @@ import pytest
 import torch
 from attn_spec import Problem as Described
 from attn_triton import _sm90_configuration, _sm90_launch
+from attn_triton._remembered_launch import Launches
 from attn_triton._sm90_configuration import CONFIGS, Sm90Config, TileConfig
 from sm90_calls import CALLS, CONTRACT, JOINTS, Problem, dense, joint, packed
 from torch import Tensor
@@ -90,6 +91,22 @@ def part(
 def test_bytes_equal_the_model(on_gpu: Run, name: str) -> None:
     problem = CALLS[name]()
     assert_same(on_gpu(problem), problem.results(attn_reference), name)
+
+
+@pytest.mark.parametrize("name", ("three segments", "starts, many rows", "lengths", "groups with sinks", "another layout"))
+def test_launches_of_a_kind_are_remembered(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Calls of one kind with other values and at other addresses, forward and backward."""
+    again: list[Launches] = []
+    original = Launches.again
+    monkeypatch.setattr(Launches, "again", lambda self, tensors: (again.append(self), original(self, tensors))[1])
+    problem = CALLS[name]()
+    on_gpu(problem)
+    for sign in (-1, 1):
+        other = problem.edited(q=torch.neg(problem.tensors["q"]) if sign < 0 else problem.tensors["q"])
+        with torch.cuda.use_mem_pool(torch.cuda.MemPool()):
+            assert_same(on_gpu(other), other.results(attn_reference), name)
+    copies = name == "another layout"
+    assert len(again) == (0 if copies else 4) and len({id(launches) for launches in again}) == (0 if copies else 2)
 
 
 @pytest.mark.parametrize("name", JOINTS)

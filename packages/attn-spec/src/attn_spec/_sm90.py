@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import lzma
 import math
-from functools import cache
+from functools import cache, lru_cache
 from pathlib import Path
 
 import numpy as np
@@ -26,6 +26,7 @@ def key_tile(head_dim: int) -> int:
     return 128 if head_dim <= 128 else 64
 
 
+@lru_cache(maxsize=256)
 def score_factor(scale: float) -> float:
     """``c = RN(scale * log2 e)``, the binary32 factor of the scores. ValueError unless it is normal and positive."""
     with np.errstate(over="ignore"):

@@ -41,6 +41,9 @@ class Config:
 @contextmanager
 def on_device(tensor: Tensor) -> Iterator[None]:
     """Triton launches on the current device, which need not be the tensor's."""
+    if not INTERPRETED and tensor.is_cuda and tensor.get_device() == torch.cuda.current_device():
+        yield
+        return
     with ExitStack() as stack:
         if tensor.is_cuda:
             stack.enter_context(torch.cuda.device(tensor.device))

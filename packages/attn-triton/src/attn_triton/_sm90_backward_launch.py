@@ -13,18 +13,21 @@ from torch import Tensor
 from attn_triton import _sm90_backward_kernel as kernel
 from attn_triton._configuration import on_device
 from attn_triton._problem import Problem, key_grid, result_strides, row_grid
+from attn_triton._remembered_launch import Kinds, Launches, kind_of
 from attn_triton._sm90_configuration import CONFIGS, Sm90Config
-from attn_triton._sm90_launch import check_supported, key_gap, problem_of, rows_of_tiles, traits
+from attn_triton._sm90_launch import check_supported, key_gap, options_of, problem_of, rows_of_tiles, tensors_of, traits
 
 __all__ = ["attention_backward"]
 
 _SINK_HEADS = 128
+_KINDS = Kinds()
 
 
 @dataclass(frozen=True)
 class _Backward:
     """One call; ``dout`` has columns side by side, ``origin`` and ``delta`` are float32 workspace (``_row_values``)."""
 
+    launch: Launches
     inputs: AttentionInputs
     problem: Problem
     dout: Tensor
@@ -45,7 +48,9 @@ class _Backward:
         grid = row_grid(inputs, self.problem.sizes, config.owners)
         if grid.programs == 0:
             return
-        kernel.attention_delta[(grid.programs,)](
+        self.launch(
+            kernel.attention_delta,
+            grid.programs,
             self.problem.arrays,
             self.problem.sizes.encoded,
             grid.plan,
@@ -69,7 +74,9 @@ class _Backward:
         grid = row_grid(inputs, self.problem.sizes, config.owners)
         if grid.programs == 0 or dq.numel() == 0:
             return
-        kernel.attention_query_gradients[(grid.programs,)](
+        self.launch(
+            kernel.attention_query_gradients,
+            grid.programs,
             self.problem.arrays,
             self.problem.sizes.encoded,
             grid.plan,
@@ -100,7 +107,9 @@ class _Backward:
             problem = problem_of(replace(inputs, q=inputs.q.contiguous()))
         tiles = (None, None) if inputs.packed else tuple(rows_of_tiles(tensor, False, config.others) for tensor in (inputs.q, self.dout))
         _, dout_head, dout_row = result_strides(self.dout, inputs.packed)
-        kernel.attention_key_gradients[(grid.programs,)](
+        self.launch(
+            kernel.attention_key_gradients,
+            grid.programs,
             problem.arrays,
             problem.sizes.encoded,
             grid.plan,
@@ -125,17 +134,17 @@ class _Backward:
             **config.options,
         )
 
-    def sink_gradients(self, dsinks: Tensor) -> None:
-        sizes, heads = self.problem.sizes, dsinks.shape[0]
+    def sink_gradients(self, dsinks: Tensor, items: Tensor) -> None:
+        """``items`` is float32 workspace [batch, H]."""
+        batch, heads = items.shape
         if heads == 0:
             return
-        items = torch.empty((sizes.batch, heads), dtype=torch.float32, device=dsinks.device)
-        options = {"num_warps": 1, "num_stages": 1, "enable_fp_fusion": False}
-        if items.numel():
-            kernel.attention_sink_items[(items.numel(),)](
-                self.problem.arrays, sizes.encoded, self.origin, self.delta, items, PACKED=self.inputs.packed, **{**options, "num_warps": 4}
-            )
-        kernel.attention_sinks[(triton.cdiv(heads, _SINK_HEADS),)](items, dsinks, sizes.batch, heads, HEADS=_SINK_HEADS, **options)
+        options = {"num_stages": 1, "enable_fp_fusion": False}
+        if batch:
+            arguments = self.problem.arrays, self.problem.sizes.encoded, self.origin, self.delta, items
+            self.launch(kernel.attention_sink_items, batch * heads, *arguments, PACKED=self.inputs.packed, num_warps=4, **options)
+        programs = triton.cdiv(heads, _SINK_HEADS)
+        self.launch(kernel.attention_sinks, programs, items, dsinks, batch, heads, HEADS=_SINK_HEADS, num_warps=1, **options)
 
 
 def attention_backward(
@@ -161,25 +170,42 @@ def attention_backward(
 
 
 def _run(inputs: AttentionInputs, dout: Tensor, dlse: Tensor | None, out: Tensor, lse: Tensor, found: dict[str, Tensor]) -> None:
-    dout = dout.to(inputs.q.dtype)
+    q = inputs.q
+    dout = dout.to(q.dtype)
     if dout.stride(-1) != 1:
         dout = dout.contiguous()
-    problem = problem_of(inputs)
-    call = _Backward(inputs, problem, dout, *(_row_values(inputs, problem, value) for value in (torch.inf, 0.0)), key_gap(inputs))
-    call.fill_rows(out.contiguous(), lse.contiguous(), None if dlse is None else dlse.to(torch.float32).contiguous())
+    rows = out.contiguous(), lse.contiguous(), None if dlse is None else dlse.to(torch.float32).contiguous()
+    origin, delta = (_row_values(inputs, value) for value in (torch.inf, 0.0))
+    batch = q.shape[0] if inputs.cu_seqlens_q is None else inputs.cu_seqlens_q.numel() - 1
+    items = torch.empty((batch, q.shape[1]), dtype=torch.float32, device=q.device) if "sinks" in found else None
+    given = (*tensors_of(inputs), dout, *rows)
+    tensors = (*given, origin, delta, items, *found.values())
+    kind, config = kind_of(given, *found, *options_of(inputs)), CONFIGS[q.shape[-1]]
+    launches = _KINDS.get(kind, config)
+    if launches is not None:
+        launches.again(tensors)
+        return
+    launches = Launches(tensors, config)
+    call = _Backward(launches, inputs, problem_of(inputs), dout, origin, delta, key_gap(inputs))
+    call.fill_rows(*rows)
     if "q" in found:
         call.query_gradients(found["q"])
     if "k" in found:
         call.key_gradients(found["k"], found["v"])
-    if "sinks" in found:
-        call.sink_gradients(found["sinks"])
+    if items is not None:
+        call.sink_gradients(found["sinks"], items)
+    _KINDS.keep(kind, launches)
 
 
-def _row_values(inputs: AttentionInputs, problem: Problem, of_none: float) -> Tensor:
+def _row_values(inputs: AttentionInputs, of_none: float) -> Tensor:
     """Workspace for a value of every query, those of an item side by side and followed by ``of_none`` up to a multiple of ROW_PAD."""
-    sizes = problem.sizes
-    units = -(-sizes.queries // kernel.ROW_PAD) + sizes.batch + 1 if inputs.packed else -(-sizes.queries // kernel.ROW_PAD) * sizes.batch
-    shape = (sizes.kv_heads * sizes.group * units * kernel.ROW_PAD,)
+    (heads, queries), pad = (inputs.q.shape[1], inputs.q.shape[0 if inputs.packed else 2]), kernel.ROW_PAD
+    if inputs.cu_seqlens_q is None:
+        shape = (heads * -(-queries // pad) * inputs.q.shape[0] * pad,)
+        if queries % pad == 0:
+            return torch.empty(shape, dtype=torch.float32, device=inputs.q.device)
+    else:
+        shape = (heads * (-(-queries // pad) + inputs.cu_seqlens_q.numel()) * pad,)
     return torch.full(shape, of_none, dtype=torch.float32, device=inputs.q.device)
 
 

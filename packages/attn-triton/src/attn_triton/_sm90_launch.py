@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import fields, replace
+from operator import attrgetter
 from typing import Any
 
 import torch
@@ -16,9 +16,21 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 from attn_triton import _sm90_forward_kernel as kernel
 from attn_triton._configuration import on_device
 from attn_triton._problem import Grid, Problem, Sizes, attention_problem, block_counts, result_strides, row_grid
+from attn_triton._remembered_launch import Kinds, Launches, kind_of
 from attn_triton._sm90_configuration import CONFIGS, HEAD_DIMS, TileConfig
 
-__all__ = ["attention_forward", "attention_states", "check_supported", "key_gap", "merged_states", "problem_of", "rows_of_tiles", "traits"]
+__all__ = [
+    "attention_forward",
+    "attention_states",
+    "check_supported",
+    "key_gap",
+    "merged_states",
+    "options_of",
+    "problem_of",
+    "rows_of_tiles",
+    "tensors_of",
+    "traits",
+]
 
 States = tuple[Tensor, Tensor, Tensor]
 
@@ -28,6 +40,12 @@ FEW_PROGRAMS = 128
 """Fewer programs than that, about one a processor of an H100 or H200, and the segments become programs too."""
 MOST_WORKSPACE = 1 << 28
 """Bytes of O of all segments of packed rows; above them the segments stay in one program."""
+
+_NAMES = tuple(field.name for field in fields(AttentionInputs))
+tensors_of = attrgetter(*_NAMES[: _NAMES.index("causal")])
+"""The tensors of a call, absent ones as None."""
+options_of = attrgetter(*_NAMES[_NAMES.index("causal") :])
+_KINDS = Kinds()
 
 
 def check_supported(inputs: AttentionInputs) -> None:
@@ -51,23 +69,35 @@ def check_supported(inputs: AttentionInputs) -> None:
 def attention_forward(inputs: AttentionInputs) -> tuple[Tensor, Tensor]:
     """out (layout and dtype of q) and LSE (float32, ``inputs.row_shape``)."""
     check_supported(inputs)
-    q = inputs.q
-    factor = score_factor(inputs.scale)
-    out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
-    lse = torch.empty(inputs.row_shape, dtype=torch.float32, device=q.device)
+    q, segments, config = inputs.q, _segments(inputs), CONFIGS[inputs.q.shape[-1]]
+    out, lse = q.new_empty(q.shape), q.new_empty(inputs.row_shape, dtype=torch.float32)
     if inputs.packed:  # rows outside the segments belong to no program
         out.zero_()
         lse.fill_(-torch.inf)
     if lse.numel() == 0:
         return out, lse
-    problem = problem_of(inputs)
+    parts = _workspace(lse, segments, q.shape[-1]) if segments > 1 else None
+    given = tensors_of(inputs)
+    tensors = (*given, out, lse, *(parts or ()))
+    kind = kind_of(given, segments, *options_of(inputs))
+    launches = _KINDS.get(kind, config)
     with on_device(q):
-        segments = _segments(inputs, problem)
-        if segments > 1:
-            _split(inputs, problem, factor, segments, out, lse)
+        if launches is not None:
+            launches.again(tensors)
         else:
-            _whole(inputs, problem, factor, out, lse)
+            launches = Launches(tensors, config)
+            _launch(launches, inputs, segments, parts, out, lse)
+            _KINDS.keep(kind, launches)
     return out, lse
+
+
+def _launch(launch: Launches, inputs: AttentionInputs, segments: int, parts: States | None, out: Tensor, lse: Tensor) -> None:
+    problem, factor = problem_of(inputs), score_factor(inputs.scale)
+    if parts is None:
+        _whole(launch, inputs, problem, factor, out, lse)
+    else:
+        _states(launch, inputs, problem, factor, segments, parts)
+        _merge(launch, inputs, problem, segments, parts, out, lse)
 
 
 def traits(inputs: AttentionInputs) -> dict[str, Any]:
@@ -108,23 +138,27 @@ def problem_of(inputs: AttentionInputs) -> Problem:
     return attention_problem(inputs if inputs.key_mask is None else replace(inputs, key_mask=None))
 
 
-def _segments(inputs: AttentionInputs, problem: Problem) -> int:
+def _segments(inputs: AttentionInputs) -> int:
     """Key segments that become programs of their own, or 1. Only a question of speed: both ways give the same bits.
 
-    Rows that fill no more than the smallest block (decode) are always split, those of packed segments by their mean, and while the
-    workspace stays small: how many keys a packed segment has is known on the device alone.
+    Rows that fill no more than the smallest block (decode) are split unless there are as many programs as the processors hold at once, of
+    as many keys each. Those of packed segments are split by their mean, and while the workspace stays small: how many keys a packed segment
+    has is known on the device alone.
     """
-    sizes, configs = problem.sizes, CONFIGS[inputs.q.shape[-1]]
-    rows, owners = sizes.queries * sizes.group, configs.segments.owners
     if inputs.key_mask is not None:
         return 1
+    (heads, queries), (kv_heads, keys) = ((x.shape[1], x.shape[0 if inputs.packed else 2]) for x in (inputs.q, inputs.k))
+    width, configs = inputs.q.shape[-1], CONFIGS[inputs.q.shape[-1]]
+    rows, owners = queries * heads // max(kv_heads, 1), configs.segments.owners
     lead = 0 if inputs.k_start is None else kernel.SEGMENT_KEYS - 1
-    segments = -(-(sizes.keys + lead) // kernel.SEGMENT_KEYS)
-    if inputs.packed:
-        splits = rows <= owners * sizes.batch and 4 * segments * rows * sizes.kv_heads * inputs.q.shape[-1] <= MOST_WORKSPACE
+    segments = -(-(keys + lead) // kernel.SEGMENT_KEYS)
+    if inputs.cu_seqlens_q is not None:
+        splits = rows <= owners * (inputs.cu_seqlens_q.numel() - 1) and 4 * segments * queries * heads * width <= MOST_WORKSPACE
+    elif rows <= owners:
+        splits = inputs.kv_lengths is not None or inputs.q.shape[0] * kv_heads < 2 * FEW_PROGRAMS
     else:
-        splits = rows <= owners or sizes.batch * sizes.kv_heads * -(-rows // configs.forward.owners) < FEW_PROGRAMS
-    return segments if splits else 1
+        splits = inputs.q.shape[0] * kv_heads * -(-rows // configs.forward.owners) < FEW_PROGRAMS
+    return max(segments, 1) if splits else 1
 
 
 def _segment_grid(inputs: AttentionInputs, sizes: Sizes, size: int, segments: int) -> Grid:
@@ -138,12 +172,16 @@ def _segment_grid(inputs: AttentionInputs, sizes: Sizes, size: int, segments: in
     return Grid(plan, 0, grid.programs + (sizes.keys // kernel.SEGMENT_KEYS) * sizes.kv_heads)
 
 
-def _whole(inputs: AttentionInputs, problem: Problem, factor: float, out: Tensor, lse: Tensor) -> None:
-    config = CONFIGS[inputs.q.shape[-1]].forward
+def _whole(launch: Launches, inputs: AttentionInputs, problem: Problem, factor: float, out: Tensor, lse: Tensor) -> None:
+    configs, sizes = CONFIGS[inputs.q.shape[-1]], problem.sizes
+    rows = sizes.queries * sizes.group
+    config = configs.segments if rows <= configs.segments.owners and not inputs.packed else configs.forward
     grid = row_grid(inputs, problem.sizes, config.owners)
     if grid.programs == 0:
         return
-    kernel.attention_forward[(grid.programs,)](
+    launch(
+        kernel.attention_forward,
+        grid.programs,
         problem.arrays,
         problem.sizes.encoded,
         grid.plan,
@@ -161,20 +199,13 @@ def _whole(inputs: AttentionInputs, problem: Problem, factor: float, out: Tensor
     )
 
 
-def _split(inputs: AttentionInputs, problem: Problem, factor: float, segments: int, out: Tensor, lse: Tensor) -> None:
-    """The states of all segments, then their merge. The workspace holds float32 O for every row and segment."""
-    parts = _workspace(segments, lse.shape, out.shape[-1], lse.device)
-    _states(inputs, problem, factor, segments, parts)
-    _merge(inputs, problem, segments, parts, out, lse)
-
-
 def attention_states(inputs: AttentionInputs, count: int) -> States:
     """n and l float32 [count, *row_shape] and o [count, *row_shape, D] of the segments from that of stored key 0 on; dense inputs."""
     check_supported(inputs)
-    parts = _workspace(count, inputs.row_shape, inputs.q.shape[-1], inputs.q.device)
+    parts = _workspace(inputs.q.new_empty(inputs.row_shape, dtype=torch.float32), count, inputs.q.shape[-1])
     if parts[0].numel():
         with on_device(inputs.q):
-            _states(inputs, problem_of(inputs), score_factor(inputs.scale), count, parts)
+            _states(Launches(), inputs, problem_of(inputs), score_factor(inputs.scale), count, parts)
     return parts
 
 
@@ -186,21 +217,25 @@ def merged_states(n: Tensor, l: Tensor, o: Tensor, sinks: Tensor | None, dtype: 
         keys = out.new_empty(1).expand(batch, heads, segments * kernel.SEGMENT_KEYS, width)  # no key is read
         inputs = AttentionInputs(out, keys, keys, sinks=sinks)
         with on_device(out):
-            _merge(inputs, attention_problem(inputs), segments, (n.contiguous(), l.contiguous(), o.contiguous()), out, lse)
+            states = n.contiguous(), l.contiguous(), o.contiguous()
+            _merge(Launches(), inputs, attention_problem(inputs), segments, states, out, lse)
     return out, lse
 
 
-def _workspace(segments: int, rows: Sequence[int], width: int, device: torch.device) -> States:
-    n, total = (torch.empty((segments, *rows), dtype=torch.float32, device=device) for _ in range(2))
-    return n, total, torch.empty((segments, *rows, width), dtype=torch.float32, device=device)
+def _workspace(rows: Tensor, segments: int, width: int) -> States:
+    """n and l [segments, *rows.shape] and O [segments, *rows.shape, width], float32 on the device of ``rows``."""
+    shape = (segments, *rows.shape)
+    return rows.new_empty(shape), rows.new_empty(shape), rows.new_empty((*shape, width))
 
 
-def _states(inputs: AttentionInputs, problem: Problem, factor: float, segments: int, parts: States) -> None:
+def _states(launch: Launches, inputs: AttentionInputs, problem: Problem, factor: float, segments: int, parts: States) -> None:
     sizes = problem.sizes
     rows = sizes.queries * sizes.group // (sizes.batch if inputs.packed else 1)
     config = _few_rows(CONFIGS[inputs.q.shape[-1]].segments, rows)
     grid = _segment_grid(inputs, sizes, config.owners, segments)
-    kernel.attention_segments[(grid.programs,)](
+    launch(
+        kernel.attention_segments,
+        grid.programs,
         problem.arrays,
         sizes.encoded,
         grid.plan,
@@ -216,10 +251,12 @@ def _states(inputs: AttentionInputs, problem: Problem, factor: float, segments: 
     )
 
 
-def _merge(inputs: AttentionInputs, problem: Problem, segments: int, parts: States, out: Tensor, lse: Tensor) -> None:
+def _merge(launch: Launches, inputs: AttentionInputs, problem: Problem, segments: int, parts: States, out: Tensor, lse: Tensor) -> None:
     config = CONFIGS[out.shape[-1]].merge
     grid = row_grid(inputs, problem.sizes, config.owners)
-    kernel.attention_merge[(grid.programs,)](
+    launch(
+        kernel.attention_merge,
+        grid.programs,
         problem.arrays,
         problem.sizes.encoded,
         grid.plan,

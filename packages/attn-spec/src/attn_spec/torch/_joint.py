@@ -82,7 +82,7 @@ def _column(mask: Tensor) -> Tensor:
 
 
 def _reordered(rows: Tensor, order: Tensor, inverse: Tensor) -> Tensor:
-    found: Tensor = _Reordered.apply(rows, order, inverse)  # type: ignore[no-untyped-call]
+    found: Tensor = _Reordered.apply(rows, order, inverse)
     return found
 
 
@@ -102,4 +102,4 @@ class _Reordered(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *gradients: Any) -> tuple[Any, ...]:
         order, inverse = ctx.saved_tensors
-        return _Reordered.apply(gradients[0], inverse, order), None, None  # type: ignore[no-untyped-call]
+        return _Reordered.apply(gradients[0], inverse, order), None, None
