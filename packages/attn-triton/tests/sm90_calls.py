@@ -219,6 +219,9 @@ CALLS: dict[str, Callable[[], Problem]] = {
     "D 128, starts": lambda: dense(batch=2, queries=200, keys=1300, head_dim=128, more={"k_start": ints(1, 1000)}, window=(1200, 0)),
     "D 128, lengths": lambda: dense(batch=4, queries=200, keys=300, head_dim=128, more={"kv_lengths": ints(300, 0, 1, 129)}, sinks=True),
     "D 128, packed": lambda: packed((17, 0, 130, 5, 64, 300), (40, 30, 130, 0, 300, 310), head_dim=128),
+    "more blocks than processors": lambda: dense(heads=72, kv_heads=72, queries=200, keys=150, sinks=True),
+    "D 128, more blocks than processors": lambda: dense(heads=144, kv_heads=72, queries=200, keys=150, head_dim=128),
+    "packed, more blocks than processors": lambda: packed((140, 30, 200), (140, 60, 200), heads=72, kv_heads=72, head_dim=128),
     "packed": lambda: packed((17, 0, 130, 5, 64), (40, 30, 130, 0, 300)),
     "packed, D 128 with sinks": lambda: packed((17, 200, 1), (17, 200, 1), head_dim=128, sinks=True, dtype=HALF),
     "packed, padded segments": lambda: packed(

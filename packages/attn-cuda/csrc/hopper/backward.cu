@@ -7,6 +7,9 @@
 namespace attn_cuda::hopper {
 namespace {
 
+// Under causality blocks differ in length, and the longest ones of many heads go first, which leaves little to the end; as many as still
+// share what they read. Without it those of one head stay together.
+constexpr int64_t kCausalSection = 32;
 constexpr int64_t kMostQueries = int64_t{1} << 30;  // their distances from keys fit 32 bits
 
 int64_t items_of(const attn_cuda_attention& problem) { return problem.cu_seqlens_q == nullptr ? problem.batch : 1; }
@@ -111,6 +114,7 @@ extern "C" int attn_cuda_sm90_backward(int device, void* stream, const attn_cuda
   call.right = problem->causal != 0 && right > 0 ? 0 : right;
   call.query_blocks = hopper::blocks_of(*problem, problem->queries);
   call.key_blocks = hopper::blocks_of(*problem, problem->keys);
+  call.section = call.right == 0 ? hopper::kCausalSection : 1;
   call.factor = factor;
   call.lse = gradients->lse;
   call.dlse = gradients->dlse;

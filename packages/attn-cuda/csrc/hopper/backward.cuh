@@ -26,6 +26,7 @@ struct BackwardCall {
   Array dout, out;
   int64_t left, right;
   int64_t query_blocks, key_blocks;  // of a head: of one item, or packed of all segments (see count_packed)
+  int64_t section;                   // heads whose blocks are in work together
   float factor;
   const float* lse;
   const float* dlse;
@@ -48,12 +49,15 @@ struct HeadBlock {
   int32_t first;  // row or key of the item, -1: nothing to do
 };
 
-// Block `id` of a grid of heads x blocks, those of a head side by side. `offsets` null: dense.
+// Block `id` of a grid of heads x blocks, in sections of `section` heads; in a section, the first blocks of all heads come first, or the
+// last ones. `offsets` null: dense.
 __device__ __forceinline__ HeadBlock find_block(const Attention& problem, int32_t heads, int64_t blocks, const int64_t* offsets,
-                                                bool of_keys, bool last_first, int64_t id) {
+                                                int64_t section, bool of_keys, bool last_first, int64_t id) {
   HeadBlock found;
-  const int64_t outer = id / blocks;
-  int64_t block = id - outer * blocks, batch = 0;
+  const int64_t all = offsets == nullptr ? problem.batch * heads : heads;
+  const int64_t first_head = id / (blocks * section) * section, inside = id - first_head * blocks;
+  const int64_t width = min(section, all - first_head), outer = first_head + inside % width;
+  int64_t block = inside / width, batch = 0;
   if (last_first) block = blocks - 1 - block;
   if (offsets == nullptr) {
     batch = outer / heads;

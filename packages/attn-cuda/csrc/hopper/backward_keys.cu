@@ -45,7 +45,7 @@ struct Shared {
 __device__ __forceinline__ Work work_of(const BackwardCall& call, int64_t id) {
   const Attention& problem = call.problem;
   Work work;
-  work.block = find_block(problem, problem.kv_heads, call.key_blocks, problem.cu_seqlens_k, true, false, id);
+  work.block = find_block(problem, problem.kv_heads, call.key_blocks, problem.cu_seqlens_k, call.section, true, false, id);
   const Item& item = work.block.item;
   const int64_t first = work.block.first, last = min(first + kBlock, static_cast<int64_t>(item.used)) - 1, queries = item.queries;
   work.below = static_cast<int32_t>(clamped(item.offset + call.right - first, -kFar, kFar));

@@ -44,7 +44,7 @@ __device__ __forceinline__ Visible visible(const BackwardCall& call, const Item&
 __device__ __forceinline__ Work work_of(const BackwardCall& call, int64_t id) {
   const Attention& problem = call.problem;
   Work work;
-  work.block = find_block(problem, problem.heads, call.query_blocks, problem.cu_seqlens_q, false, true, id);
+  work.block = find_block(problem, problem.heads, call.query_blocks, problem.cu_seqlens_q, call.section, false, true, id);
   const Item& item = work.block.item;
   const int32_t first = work.block.first, last = min(first + kBlock, item.queries) - 1;
   const Visible of_first = visible(call, item, first), of_last = visible(call, item, last);

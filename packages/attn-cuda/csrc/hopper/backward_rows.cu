@@ -37,7 +37,7 @@ template <typename Half, int kColumns>
 __global__ void __launch_bounds__(kThreads) row_values_kernel(const __grid_constant__ BackwardCall call) {
   constexpr int kLanesOfRow = kColumns / 8, kRows = kThreads / kLanesOfRow;
   const Attention& problem = call.problem;
-  const HeadBlock block = find_block(problem, problem.heads, call.query_blocks, problem.cu_seqlens_q, false, false, blockIdx.x);
+  const HeadBlock block = find_block(problem, problem.heads, call.query_blocks, problem.cu_seqlens_q, 1, false, false, blockIdx.x);
   if (block.first < 0) return;
   const int piece = static_cast<int>(threadIdx.x) % kLanesOfRow;
   const int64_t line = line_of(call, block.item, block.head);

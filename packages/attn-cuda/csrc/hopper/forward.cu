@@ -98,8 +98,8 @@ extern "C" int attn_cuda_sm90_forward_workspace(int device, const attn_cuda_atte
   int processors = 0;
   if (const int error = find_processors(device, &processors)) return error;
   const int64_t segments = split_segments(*problem, processors);
-  *bytes =
-      attn_cuda::input_bytes(*problem) + extra_copy_bytes(*problem) + attn_cuda::plan_bytes(*problem, 1) + part_bytes(*problem, segments);
+  *bytes = attn_cuda::input_bytes(*problem) + extra_copy_bytes(*problem) + attn_cuda::plan_bytes(*problem, 1) +
+           (segments == 0 ? attn_cuda::aligned(sizeof(uint32_t)) : part_bytes(*problem, segments));
   return 0;
 }
 

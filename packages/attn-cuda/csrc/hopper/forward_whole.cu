@@ -27,11 +27,13 @@ struct Whole {
   uint64_t block_full[kBlocks], block_free[kBlocks];
 };
 
-// Registers of a thread: 64 Ki for all of them.
+// Registers of a thread. A block starts with 168 for each of 384 threads, or 128 for each of 512; setmaxnreg only moves them.
 template <int kOwners>
 struct Registers {
   static constexpr int kFeeder = kOwners == 2 ? 40 : 32;
   static constexpr int kOwner = kOwners == 2 ? 232 : 160;
+  static constexpr int kLaunch = kOwners == 2 ? 168 : 128;
+  static_assert(kFeeder + kOwners * kOwner <= (kOwners + 1) * kLaunch, "an owner would wait for registers for ever");
 };
 
 constexpr int kFeedName = 1 + 2 * 3;  // named barriers: a turn and a warpgroup for each of up to three owners, and this one
