@@ -15,6 +15,7 @@ from attn_triton import _qat_sm90_kernel as kernel
 from attn_triton._configuration import on_device
 from attn_triton._nvfp4_launch import operands
 from attn_triton._problem import Problem, attention_problem, key_grid, result_strides, row_grid
+from attn_triton._remembered_launch import Launches
 from attn_triton._sm90_backward_launch import _Backward, _row_values
 from attn_triton._sm90_configuration import TileConfig
 from attn_triton._sm90_launch import rows_of_tiles
@@ -251,8 +252,8 @@ def _run(
     call = replace(inputs, q=parts.q.quantized, k=parts.k.quantized, v=parts.v.quantized)
     back = replace(inputs, q=parts.q.backward(config), k=parts.k.backward(config), v=parts.v.backward(config))
     problem = attention_problem(call)
-    maxima, origins = (_row_values(inputs, problem, torch.inf) for _ in range(2))
-    inverses, decoders, deltas = (_row_values(inputs, problem, 0.0) for _ in range(3))
+    maxima, origins = (_row_values(inputs, torch.inf) for _ in range(2))
+    inverses, decoders, deltas = (_row_values(inputs, 0.0) for _ in range(3))
     work = _Pass(
         call, back, problem, dout, config, _scales(config, scales), score_factor(inputs.scale), maxima, inverses, decoders, deltas, origins
     )
@@ -262,4 +263,5 @@ def _run(
     if "k" in found:
         work.key_gradients(found["k"], found["v"])
     if "sinks" in found:
-        _Backward(inputs, problem, dout, origins, deltas, None).sink_gradients(found["sinks"])
+        items = torch.empty((problem.sizes.batch, inputs.q.shape[1]), dtype=torch.float32, device=inputs.q.device)
+        _Backward(Launches(), inputs, problem, dout, origins, deltas, None).sink_gradients(found["sinks"], items)
