@@ -29,6 +29,11 @@ def test_cell(cell: Cell) -> None:
     check(cell)
 
 
+def test_a_bias_that_packed_sequences_share() -> None:
+    """Its gradient is one sum over sequences and heads, which float32 tells from a sum over sequences of sums over heads."""
+    check(Cell("vanilla", "11SS", "padding", "none", "none", "thd_packed", "mha", "float32", "once", "host"))
+
+
 FULL = Cell("learnable", "BHSS", "padding_causal", "window", "dropout", "bshd", "gqa", "float32", "once", "host")
 
 

@@ -139,12 +139,17 @@ class _Rows:
             return 0
         return None if self.query_lengths is None or self.key_lengths is None else self.key_lengths - self.query_lengths
 
-    def bias(self, bias: jax.Array, batch: int) -> jax.Array:
-        """[B|1, H|1, S, T] for the batch items of this call."""
+    def bias(self, bias: jax.Array, batch: int, heads: int) -> jax.Array:
+        """[B|1, H|1, S, T] for the batch items of this call.
+
+        Where sequences share it, so do heads no longer: dbias is one sum over both, not one over sequences of sums over heads.
+        """
         if self.packings is None:
             return bias
         queries, keys = self.packings
-        rows = queries.split(jnp.swapaxes(broadcast(bias, (batch, *bias.shape[1:])), 1, 2))  # [items, S, H|1, T]
+        if bias.shape[0] != batch:
+            bias = broadcast(bias, (batch, heads, *bias.shape[2:]))
+        rows = queries.split(jnp.swapaxes(bias, 1, 2))  # [items, S, H|1, T]
         return jnp.transpose(keys.pick(jnp.moveaxis(rows, 3, 1)), (0, 3, 2, 1))
 
 
@@ -228,7 +233,7 @@ def _additive(
         return None
     if kind is AttnBiasType.PRE_SCALE_BIAS:
         bias = bias.astype(jnp.float32) * jnp.float32(scale)
-    return rows.bias(bias.astype(jnp.float32) if rows.packings is not None else bias, batch)
+    return rows.bias(bias.astype(jnp.float32) if rows.packings is not None else bias, batch, heads)
 
 
 def _sinks(offset: jax.Array | None, kind: AttnSoftmaxType, heads: int) -> jax.Array | None:
