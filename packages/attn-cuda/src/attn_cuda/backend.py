@@ -10,6 +10,7 @@ from attn_spec.torch import Operators, TorchBackend
 
 from attn_cuda._attention_launch import MAX_HEAD_DIM, AttentionKernels
 from attn_cuda._extension import extension, unavailable
+from attn_cuda._prepared import prepare
 from attn_cuda._products_launch import ProductKernels
 from attn_cuda._softmax_launch import SoftmaxKernels
 
@@ -42,6 +43,8 @@ _CAPABILITIES = Capabilities(
 
 class _CudaKernels(SoftmaxKernels, ProductKernels, AttentionKernels):
     """Every kernel of the ``cuda`` engine."""
+
+    prepare = staticmethod(prepare)
 
 
 class CudaBackend(TorchBackend):
