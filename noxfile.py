@@ -13,6 +13,7 @@ import nox
 
 ROOT = Path(__file__).resolve().parent
 sys.path.insert(0, str(ROOT / "ci"))
+from ck.sources import PACKAGE as CK_PACKAGE  # noqa: E402
 from cpu_torch import CudaTorchOnly, cpu_source, nvidia_packages  # noqa: E402
 from rocm_machine import RUNNERS, absent_rows, decide, detect  # noqa: E402
 
@@ -29,7 +30,7 @@ nox.options.sessions = ["lint", "types", "tests"]
 NAMES = ["attn-spec", "attn-reference", "attn-triton", "attn-cuda", "attn-jax-rocm-sink"]
 FOLDERS = {**{name: f"packages/{name}" for name in NAMES}, "attn-shared-tests": "shared_tests"}
 TEST_TOOLS = ["pytest", "pytest-xdist", "hypothesis", "safetensors", "flatbuffers", "pybind11", "cmake", "ninja"]
-TEST_PATHS = ["-n", "2", "--durations", "20", "--attn-sample", "8", "ci/tests", "packages", "--pyargs", "attn_shared_tests"]
+TEST_PATHS = ["-n2", "--dist=worksteal", "--durations=20", "--attn-sample=8", "ci/tests", "packages", "--pyargs", "attn_shared_tests"]
 TESTED, CPU, OLDEST, BUILD = (f"ci/constraints{part}.txt" for part in ("", "-cpu", "-oldest", "-build"))
 NATIVE = ("*.h", "*.cuh", "*.cpp", "*.cc", "*.cu", "*.hip")
 CLANG = "clang++-22"
@@ -115,19 +116,20 @@ def install_third_party(
     session.install(*limits, *requirements)
 
 
-def cuda_architecture() -> str:
-    """The one architecture that a development build of attn-cuda needs: this machine's GPU, or Hopper where there is none."""
-    if not has_nvidia_gpu():
-        return "90a-real"
-    query = ["nvidia-smi", "--query-gpu=compute_cap", "--format=csv,noheader"]
-    found = subprocess.run(query, capture_output=True, text=True, check=True).stdout.split()[0].replace(".", "")
-    return "90a-real" if found == "90" else f"{found}-real"
+def cuda_architectures() -> str:
+    """Code for this machine's GPU, or Hopper where there is none, and its PTX, which tests read: a development build of attn-cuda."""
+    found = "90"
+    if has_nvidia_gpu():
+        query = ["nvidia-smi", "--query-gpu=compute_cap", "--format=csv,noheader"]
+        found = subprocess.run(query, capture_output=True, text=True, check=True).stdout.split()[0].replace(".", "")
+    name = "90a" if found == "90" else found
+    return f"{name}-real;{name}-virtual"
 
 
 def build_into_dist(session: nox.Session, architectures: str | None = None) -> None:
     """Sdists and wheels of all packages in dist/; attn-cuda has kernels if nvcc is on PATH. What has not changed is not built again."""
     require_uv(session)
-    target = ["--cuda-architectures", cuda_architecture() if architectures is None else architectures]
+    target = ["--cuda-architectures", cuda_architectures() if architectures is None else architectures]
     command = ["python", "ci/wheels.py", "--uv", nox.virtualenv.UV, "--python", session_python(session), *target]
     session.run_install(*command, *FOLDERS.values())
 
@@ -187,7 +189,7 @@ def types(session: nox.Session) -> None:
 @nox.session
 def build(session: nox.Session) -> None:
     """Write wheels and sdists of all packages to dist/, attn-cuda for every architecture; ``-- 90a-real`` names fewer."""
-    build_into_dist(session, ",".join(session.posargs))
+    build_into_dist(session, ";".join(session.posargs))
 
 
 @nox.session
@@ -262,6 +264,16 @@ def aiter_headers(session: nox.Session) -> None:
     session.install("-c", CPU, "--no-deps", "triton")
     session.install("--no-deps", FOLDERS["attn-spec"])
     session.run("python", "ci/amd/aiter_headers.py", folder, "build/aiter_headers")
+
+
+@nox.session
+def ck(session: nox.Session) -> None:
+    """Build CK's attention from AITER's package of sources (a 40 MB download) and run it under the ck engine in the interpreter."""
+    require(session, CLANG, f"{CLANG.replace('++', '')} lld-22")
+    require(session, "llvm-objdump-22", "llvm-22")
+    install_everything(session, "pip")
+    session.run("python", "-m", "pip", "download", "--quiet", "--no-deps", "--dest", "build/ck", CK_PACKAGE)
+    session.run("pytest", "ci/ck", *session.posargs)
 
 
 @nox.session

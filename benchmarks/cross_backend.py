@@ -288,13 +288,18 @@ def check_sample(job: Job, runner: Runner, case: Layer, call: Call, dtype: str, 
     )
 
 
+def expense(case: Layer) -> int:
+    """What a task's time grows with: pairs of the layer, and keys of the samples, each of which costs an interpreter as much as 10,000."""
+    return case.pairs + (10_000 * len(case.sample_rows) * case.keys if isinstance(case, Case) else 0)
+
+
 def run_all(tasks: list[Task], processes: int) -> Iterator[tuple[list[Row], dict[str, str]]]:
-    """Results in the order of ``tasks``, which run with the largest layer first, so that no process is left alone with it at the end."""
+    """Results in the order of ``tasks``, which run with the longest first, so that no process is left alone with it at the end."""
     # Each process takes its share of the cores, and JAX no more GPU memory than it uses.
     os.environ.setdefault("OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 1) // processes)))
     os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
     with ProcessPoolExecutor(processes, multiprocessing.get_context("spawn")) as pool:
-        order = sorted(range(len(tasks)), key=lambda index: -ALL_CASES[tasks[index].case].pairs)
+        order = sorted(range(len(tasks)), key=lambda index: -expense(ALL_CASES[tasks[index].case]))
         futures = {index: pool.submit(run, tasks[index]) for index in order}
         yield from (futures[index].result() for index in range(len(tasks)))
 

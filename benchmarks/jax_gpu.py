@@ -1,6 +1,8 @@
 """The cuda engine of attn-jax-rocm-sink beside JAX's own attention on an NVIDIA GPU: medians of interleaved calls on random data.
 
-    python benchmarks/jax_gpu.py --output benchmarks/results/jax-h200.json [--rounds 20] [--seconds 300]
+    python benchmarks/jax_gpu.py --output benchmarks/results/jax-h200.json [--rounds 20] [--seconds 300] [--add FILE]
+
+``--add`` keeps the rows of other cases that FILE, an earlier result, has. The layer of gpt-oss comes first.
 
 Peers are ``jax.nn.dot_product_attention`` with implementations "xla" and "cudnn". A peer that does not run a case here is refused with its
 reason. Outputs are compared before anything is timed. A sample runs the compiled program several times in a row, so that the host's time to
@@ -9,8 +11,10 @@ enqueue it hides behind the GPU's; inputs are read again from memory where they 
 
 from __future__ import annotations
 
+import json
 import time
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import jax
@@ -23,12 +27,12 @@ METHOD = (
     "after two warm-up samples; standard normal data; direction both is forward with the gradients of q, k and v"
 )
 CASES = (
+    Case(1, 64, 8, 4096, 64, "bfloat16", window=127, sinks=True),
+    Case(1, 64, 8, 4096, 64, "bfloat16", window=127),
+    Case(2, 16, 16, 2048, 64, "float32"),
     Case(4, 16, 16, 2048, 128, "bfloat16"),
     Case(4, 16, 16, 2048, 128, "bfloat16", causal=False),
     Case(2, 32, 8, 4096, 128, "bfloat16"),
-    Case(1, 64, 8, 4096, 64, "bfloat16", window=127),
-    Case(1, 64, 8, 4096, 64, "bfloat16", window=127, sinks=True),
-    Case(2, 16, 16, 2048, 64, "float32"),
 )
 PEERS = ("xla", "cudnn")
 CLOSE = {"float32": 1e-2, "bfloat16": 6e-2}  # the peers may use TF32
@@ -77,8 +81,21 @@ def run(case: Case, rounds: int, report: measuring.Report) -> None:
     report.save()
 
 
+def keep_others(report: measuring.Report, path: Path) -> None:
+    """Take what the file at ``path`` has of cases that this run has no row of; its environment becomes the fact "earlier"."""
+    before = json.loads(path.read_text())
+    new = {row["case"] for row in report.results}
+    report.results = [row for row in before["results"] if row["case"] not in new] + report.results
+    report.ratios = [row for row in before["ratios"] if row["case"] not in new] + report.ratios
+    report.refused = {what: why for what, why in before["refused"].items() if not any(case in what for case in new)} | report.refused
+    report.facts["earlier"] = before["environment"]
+    report.save()
+
+
 def main() -> None:
-    options = measuring.options(__doc__, rounds=20).parse_args()
+    parser = measuring.options(__doc__, rounds=20)
+    parser.add_argument("--add", type=Path, help="an earlier result file, whose rows of other cases are kept")
+    options = parser.parse_args()
     try:
         device = jax.local_devices(backend="cuda")[0]
     except RuntimeError as error:
@@ -89,6 +106,8 @@ def main() -> None:
         if report.has_time(str(case)):
             with report.guarded(str(case)):
                 run(case, options.rounds, report)
+    if options.add is not None:
+        keep_others(report, options.add)
     report.finish()
 
 

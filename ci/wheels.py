@@ -1,12 +1,13 @@
 """Build sdists and wheels into dist/, and build a package again only when something that goes into it has changed.
 
-``python ci/wheels.py --uv UV --python PYTHON [--cuda-architectures LIST] FOLDER ...``: the folders in the order in which they need each
-other. Each wheel is built in isolation from its sdist, as a user's installer would.
+``python ci/wheels.py --uv UV --python PYTHON [--cuda-architectures LIST] FOLDER ...``: the first folder is that of attn-spec, which the
+others need. Each wheel is built in isolation from its sdist, as a user's installer would.
 """
 
 from __future__ import annotations
 
 import argparse
+import fcntl
 import hashlib
 import json
 import shutil
@@ -14,6 +15,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -83,25 +85,41 @@ def main(arguments: Sequence[str]) -> int:
     options = parser.parse_args(arguments)
     dist, fresh = ROOT / "dist", ROOT / "build" / "dist"
     dist.mkdir(exist_ok=True)
+    with (dist / ".lock").open("w") as lock:  # sessions may run side by side
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        return build(options, dist, fresh)
+
+
+def build(options: argparse.Namespace, dist: Path, fresh: Path) -> int:
+    """Build what has changed, the first package alone and the others two at a time; 1 where a build fails."""
     compilers = tools(options.python)
-    for folder in options.folders:
+
+    def package(folder: str) -> bool:
         architectures = options.cuda_architectures if Path(folder).name == "attn-cuda" else ""
         digest, record = inputs(ROOT, folder, (*compilers, architectures)), Record(dist, folder, compilers[0])
         if record.is_current(digest):
             print(f"{folder}: unchanged", flush=True)
-            continue
-        shutil.rmtree(fresh, ignore_errors=True)
+            return True
+        built = fresh / Path(folder).name
+        shutil.rmtree(built, ignore_errors=True)
         print(f"{folder}: building", flush=True)
         started = time.perf_counter()
-        command = [options.uv, "build", "--quiet", "--out-dir", str(fresh), "--find-links", str(dist), "--refresh-package", "attn-spec"]
+        command = [options.uv, "build", "--quiet", "--out-dir", str(built), "--find-links", str(dist), "--refresh-package", "attn-spec"]
         command += ["--build-constraints", str(ROOT / CONSTRAINTS), "--python", options.python, str(ROOT / folder)]
         if architectures:
             command += ["--config-setting", f"cmake.define.ATTN_CUDA_ARCHITECTURES={architectures}"]
         if subprocess.run(command, check=False).returncode:
-            return 1
-        record.replace(digest, fresh)
+            print(f"{folder}: failed", flush=True)
+            return False
+        record.replace(digest, built)
         print(f"{folder}: {', '.join(record.files)} in {time.perf_counter() - started:.0f} s", flush=True)
-    return 0
+        return True
+
+    first, *others = options.folders
+    if not package(first):
+        return 1
+    with ThreadPoolExecutor(2) as pool:  # one compiler is often alone with its largest file
+        return 0 if all(list(pool.map(package, others))) else 1
 
 
 if __name__ == "__main__":

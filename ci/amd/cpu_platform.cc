@@ -1,12 +1,15 @@
-// Test code. Lets XLA's CPU platform call the handlers of the hip engine's library, which ask for a stream: the call frame goes through
-// unchanged but for the two functions that answer what only a device has, its stream and its index. Results and the workspace are filled
-// with 0xFF bytes first, which are NaN in every float type: what a kernel leaves out shows.
+// Test code. Lets XLA's CPU platform call the handlers of an engine's library (ATTN_ENGINE is its name), which ask for a stream: the call
+// frame goes through unchanged but for the two functions that answer what only a device has, its stream and its index. Results and the
+// workspace are filled with 0xFF bytes first, which are NaN in every float type: what a kernel leaves out shows.
 #include <cstring>
 
 #include "xla/ffi/api/ffi.h"
 
-extern "C" XLA_FFI_Error* attn_jax_rocm_sink_hip_forward(XLA_FFI_CallFrame* frame);
-extern "C" XLA_FFI_Error* attn_jax_rocm_sink_hip_backward(XLA_FFI_CallFrame* frame);
+#define ATTN_JOIN(A, B, C) A##B##C
+#define ATTN_HANDLER(ENGINE, DIRECTION) ATTN_JOIN(attn_jax_rocm_sink_, ENGINE, DIRECTION)
+
+extern "C" XLA_FFI_Error* ATTN_HANDLER(ATTN_ENGINE, _forward)(XLA_FFI_CallFrame* frame);
+extern "C" XLA_FFI_Error* ATTN_HANDLER(ATTN_ENGINE, _backward)(XLA_FFI_CallFrame* frame);
 
 namespace {
 
@@ -44,5 +47,5 @@ XLA_FFI_Error* call(XLA_FFI_Handler* handler, XLA_FFI_CallFrame* frame) {
 
 }  // namespace
 
-extern "C" XLA_FFI_Error* attn_cpu_platform_forward(XLA_FFI_CallFrame* frame) { return call(attn_jax_rocm_sink_hip_forward, frame); }
-extern "C" XLA_FFI_Error* attn_cpu_platform_backward(XLA_FFI_CallFrame* frame) { return call(attn_jax_rocm_sink_hip_backward, frame); }
+extern "C" XLA_FFI_Error* attn_cpu_platform_forward(XLA_FFI_CallFrame* frame) { return call(ATTN_HANDLER(ATTN_ENGINE, _forward), frame); }
+extern "C" XLA_FFI_Error* attn_cpu_platform_backward(XLA_FFI_CallFrame* frame) { return call(ATTN_HANDLER(ATTN_ENGINE, _backward), frame); }

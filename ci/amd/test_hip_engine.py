@@ -22,7 +22,7 @@ from attn_spec._errors import ContractViolation
 from attn_spec._registry import get_backend
 from attn_spec.testing.asserts import assert_same, assert_zero
 from attn_spec.testing.strategies import attention_calls
-from hip_on_cpu import hip_engine
+from engine_on_cpu import engine_on_cpu
 from hypothesis import HealthCheck, given, settings
 from interpreter import Device, build
 from jax_calls import FEATURES, make_call
@@ -36,7 +36,7 @@ def device(request: pytest.FixtureRequest) -> Iterator[Device]:
     """A GPU of each kind that plays the ROCm device behind ``engine="hip"``."""
     found = Device(build(), request.param)
     found.allow_host_memory(True)  # the bounds of XLA's buffers are not known
-    with hip_engine(hip_library.build()):
+    with engine_on_cpu("hip", hip_library.build()):
         yield found
 
 

@@ -12,10 +12,11 @@ using attn::float_to_bits;
 using attn::mul;
 using attn::sub;
 
-// An FMA that is part of a derivation below. The marker lets the tests tell it from one that a compiler contracted.
+// An FMA that is part of a derivation below. The braces let the tests tell it from one that a compiler contracted; they
+// stay in PTX and leave no trace in machine code.
 __device__ __forceinline__ float exact_fma(float a, float b, float c) {
   float result;
-  asm("fma.rn.f32 %0, %1, %2, %3; // exact_fma" : "=f"(result) : "f"(a), "f"(b), "f"(c));
+  asm("{ fma.rn.f32 %0, %1, %2, %3; }" : "=f"(result) : "f"(a), "f"(b), "f"(c));
   return result;
 }
 

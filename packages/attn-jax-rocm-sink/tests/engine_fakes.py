@@ -6,6 +6,7 @@ import ctypes
 import dataclasses
 import subprocess
 from collections.abc import Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -39,7 +40,10 @@ _INSTALLED: dict[str, Path] = {}
 
 
 def build(folder: Path) -> tuple[Path, Path]:
-    """Compile the library of the fakes, and the same over an old AITER."""
+    """The library of the fakes, and the same over an old AITER; compiled unless the folder has them."""
+    libraries = (folder / "libengine_fakes.so", folder / "libengine_fakes_old.so")
+    if all(library.exists() for library in libraries):
+        return libraries
     include = [f"-I{attn_spec.include_dir()}", f"-I{TESTS / 'fakes/aiter'}", "-isystem", str(Path(jaxlib.__file__).parent / "include")]
 
     def compile_one(source: Path, options: list[str], suffix: str = "") -> str:
@@ -47,14 +51,16 @@ def build(folder: Path) -> tuple[Path, Path]:
         subprocess.run(["g++", *FLAGS, *options, *include, "-c", str(source), "-o", str(target)], check=True)
         return str(target)
 
-    shared = [compile_one(source, options) for source, options in SOURCES.items()]
-    libraries = []
-    for suffix, options in (("", []), ("_old", ["-DFAKE_AITER_OLD"])):
-        objects = shared + [compile_one(source, options, suffix) for source in OF_AITER]
-        library = folder / f"libengine_fakes{suffix}.so"
+    def link(library: Path, objects: list[str]) -> None:
         subprocess.run(["g++", "-shared", "-Wl,-Bsymbolic", *objects, "-lpthread", "-o", str(library)], check=True)
-        libraries.append(library)
-    return libraries[0], libraries[1]
+
+    with ThreadPoolExecutor(2) as pool:
+        shared = [pool.submit(compile_one, source, options) for source, options in SOURCES.items()]
+        new = [pool.submit(compile_one, source, []) for source in OF_AITER]
+        old = [pool.submit(compile_one, source, ["-DFAKE_AITER_OLD"], "_old") for source in OF_AITER]
+        for library, own in zip(libraries, (new, old), strict=True):
+            link(library, [compiled.result() for compiled in (*shared, *own)])
+    return libraries
 
 
 class Fakes:

@@ -14,9 +14,9 @@ _LIMITS = {"float32": 2.0**-16, "bfloat16": 2.0**-7, "float16": 2.0**-10}
 """Largest error beside the largest value: sums in float32, then one rounding to the dtype."""
 
 
-def check(cell: Cell) -> None:
+def check(cell: Cell, *, compiled: bool = True) -> None:
     """Run a cell and compare it."""
-    case = Case(cell)
+    case = Case(cell, compiled=compiled)
     found = case.run()
     check_close(case, found)
     if cell.engine == "host":

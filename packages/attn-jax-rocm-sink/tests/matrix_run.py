@@ -50,10 +50,11 @@ class Item:
 
 
 class Case:
-    """The arrays and expectations of a cell."""
+    """The arrays and expectations of a cell. ``compiled``: one program a call; else operation by operation, which cells share compiled."""
 
-    def __init__(self, cell: Cell, seed: int = 0) -> None:
-        self.cell = cell
+    def __init__(self, cell: Cell, seed: int = 0, *, compiled: bool = True) -> None:
+        self.cell, self.compiled = cell, compiled
+        self._programs: dict[tuple[Any, ...], Any] = {}
         rng = np.random.default_rng(seed)
         heads, kv_heads = HEADS[cell.heads]
         self.queries, self.keys = (7, 7) if cell.layout == "qkv_packed" else (5, 7)
@@ -249,8 +250,14 @@ class Case:
             outputs, pullback = jax.vjp(lambda moving: self.call(cell, moving, seed), given)
             return outputs, pullback(cotangents)[0]
 
-        program = jax.jit(both).lower(given, cotangents).compile(compiler_options=_QUICK)
-        outputs, gradients = program(given, cotangents)
+        if self.compiled:
+            key = (cell, seed, tuple((name, array.shape) for name, array in given.items()))
+            if key not in self._programs:
+                self._programs[key] = jax.jit(both).lower(given, cotangents).compile(compiler_options=_QUICK)
+            outputs, gradients = self._programs[key](given, cotangents)
+        else:
+            with jax.disable_jit():
+                outputs, gradients = both(given, cotangents)
         found = dict(zip(("out", "lse"), outputs, strict=False)) | {f"d{name}": array for name, array in gradients.items()}
         return {name: bits(array) for name, array in found.items()}
 

@@ -121,3 +121,37 @@ def test_what_it_lacks_is_refused(mode: str, change: dict[str, Any], message: st
 def test_bad_layers_are_named(options: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         MaxTextAttention(**options)
+
+
+ROWS = np.arange(S, dtype=np.int32)[None]
+RESTARTED = np.where(ROWS < 2, ROWS, ROWS - 2)
+
+
+@pytest.mark.parametrize(("ids", "positions"), [(None, ROWS), (None, ROWS + 5), (IDS, RESTARTED), (IDS, ROWS)])
+@pytest.mark.parametrize("traced", [False, True])
+def test_positions_in_row_order_move_no_bit(ids: Any, positions: np.ndarray, traced: bool) -> None:
+    layer, cut = LAYERS["global"], (slice(None), slice(0, 8), slice(0, 1))
+    q, k, v = Q[cut], KEY[cut], VALUE[cut]
+    ids, positions = (None if ids is None else ids[:, :8]), positions[:, :8]
+
+    def call(positions: Any) -> jax.Array:
+        return layer(q, k, v, ids, positions, "train")
+
+    out = jax.jit(call)(positions) if traced else call(positions)
+    assert_bytes(bits(out), bits(call(None)), "out")
+
+
+@pytest.mark.parametrize(("ids", "positions"), [(None, RESTARTED), (IDS, ROWS[:, ::-1]), (None, np.zeros_like(ROWS))])
+def test_positions_that_the_rows_do_not_follow_are_noticed(ids: Any, positions: np.ndarray) -> None:
+    layer, cut = LAYERS["global"], (slice(None), slice(0, 8), slice(0, 1))
+    q, k, v = Q[cut], KEY[cut], VALUE[cut]
+    ids, positions = (None if ids is None else ids[:, :8]), positions[:, :8]
+    with pytest.raises(ValueError, match="inputs_positions must grow by 1 from row to row of a segment"):
+        layer(q, k, v, ids, positions, "train")
+    assert np.isnan(jax.jit(lambda positions: layer(q, k, v, ids, positions, "train"))(positions)).all()
+
+
+@pytest.mark.parametrize("positions", [ROWS[0], ROWS[:, :-1], ROWS.astype(np.float32)])
+def test_positions_of_another_shape_or_type_are_refused(positions: np.ndarray) -> None:
+    with pytest.raises(ValueError, match=r"inputs_positions must be integers \[B, S\] = \[1, 136\]"):
+        LAYERS["global"](Q, KEY, VALUE, None, positions, "train")

@@ -69,6 +69,32 @@ def test_a_row_without_keys_is_its_sink(options: dict[str, object]) -> None:
     assert dsinks.item() == 3.0
 
 
+@pytest.mark.parametrize("engine", ["host", "xla"])
+@pytest.mark.parametrize("sink", [np.nan, np.inf])
+def test_a_row_without_keys_takes_a_sink_that_is_not_finite(sink: float, engine: str) -> None:
+    """out stays +0, LSE is the sink, q, k and v get zeros: only the sink's own gradient is NaN."""
+    q, k, v, sinks = one_row([1.0, 2.0], [3.0, np.nan], sink)
+    out, lse = run(q, k, v, sinks, kv_lengths=0, engine=engine)
+    assert np.asarray(out).tobytes() == bytes(4)
+    np.testing.assert_array_equal(np.asarray(lse), np.full((1, 1, 1), sink, np.float32))
+    gradients = jax.grad(lambda *four: run(*four, kv_lengths=0, engine=engine)[0].sum(), (0, 1, 2, 3))(q, k, v, sinks)
+    for gradient in gradients[:3]:
+        assert np.asarray(gradient).tobytes() == bytes(gradient.nbytes)
+    assert np.isnan(gradients[3]).all()
+
+
+@pytest.mark.parametrize("engine", ["host", "xla"])
+@pytest.mark.parametrize("sink", [np.nan, np.inf])
+def test_a_row_with_keys_is_poisoned_by_a_sink_that_is_not_finite(sink: float, engine: str) -> None:
+    """NaN at the visible pairs alone: a hidden key gets zeros."""
+    q, k, v, sinks = one_row([1.0, 2.0], [3.0, 4.0], sink)
+    out, lse = run(q, k, v, sinks, kv_lengths=1, engine=engine)
+    assert np.isnan(out).all() and np.isnan(lse).all()
+    dk, dv = jax.grad(lambda k, v: run(q, k, v, sinks, kv_lengths=1, engine=engine)[0].sum(), (0, 1))(k, v)
+    for gradient in (dk, dv):
+        assert np.isnan(gradient[0, 0, 0, 0]) and np.asarray(gradient)[0, 0, 1].tobytes() == bytes(4)
+
+
 def test_a_row_without_keys_and_sink_is_dead() -> None:
     q, k, v, _ = one_row([1.0, 2.0], [3.0, 6.0], 0.0)
     out, lse = attention(q, k, v, kv_lengths=0, return_lse=True)

@@ -25,7 +25,8 @@ KINDS: dict[str, Callable[..., st.SearchStrategy[Call]]] = {
     "products": strategies.gemm_calls,
     "joint_attention": strategies.joint_calls,
 }
-SAMPLES = [(name, case.dtypes[0]) for name, case in CASES.items()]
+SAMPLES = [(name, case.dtypes[0]) for name, case in sorted(CASES.items(), key=lambda entry: entry[1].pairs)]
+"""The smallest first: an engine that runs a sample of the tests runs that one, and all of them in the main job."""
 relaxed = settings(suppress_health_check=list(HealthCheck))
 
 

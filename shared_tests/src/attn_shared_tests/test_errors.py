@@ -76,6 +76,13 @@ BAD: dict[str, tuple[Call, type[Exception] | tuple[type[Exception], ...], str]] 
     "bias too short": (_attention(bias=_zeros(2, 1, 1, 6)), ValueError, r"got \[2, 1, 1, 6\]"),
     "boolean bias": (_attention(bias=_zeros(1, 1, 5, 7, dtype=bool)), TypeError, r"bias has dtype bool.*key_padding_mask, or -inf"),
     "negative window": (_attention(window=(-1, 0)), ValueError, r"window sides .* must be 0 or more; got \(-1, 0\)"),
+    "window beyond 32 bits": (
+        _attention(window=(2**40, None)),
+        ValueError,
+        r"window sides must be at most 2\*\*31 - 1 .*got \(10995",
+    ),
+    "q_start beyond 32 bits": (_attention(q_start=-(2**31)), ValueError, r"q_start must be .*from -\(2\*\*31 - 1\).*; got -2147483648"),
+    "scale beyond float32": (_attention(scale=1e300), ValueError, r"scale must be .*; got 1e\+300 \(it must be finite in float32"),
     "window of one number": (_attention(window=4), TypeError, r"window must be \(left, right\).*got 4"),
     "scale of NaN": (_attention(scale=float("nan")), ValueError, r"scale must be a finite number or None; got nan"),
     "scale of infinity": (_attention(scale=float("inf")), ValueError, r"scale must be a finite number or None; got inf"),

@@ -137,6 +137,24 @@ def test_a_nan_sink_stays_in_its_head(backend: Runner, value: float) -> None:
     backend.run(check_nan_sink, value)
 
 
+def check_nan_sink_alone(evaluate: Evaluate, reference: Evaluate, value: float) -> None:
+    """In a row without keys such a sink is LSE and nothing else: out and the gradients of q, k and v are +0, the sink's own is NaN."""
+    call = _call(kv_lengths=np.array([0, 9], np.int32))
+    call = problems.edited(call, sinks=np.array([value, 0.5, 1.0, -1.0], np.float32))
+    found = evaluate(call)
+    assert_same(found, reference(call), f"a sink of {value} in rows without keys", tuple(found))
+    for name in ("out", "dq", "dk", "dv"):
+        assert_bytes(found[name][0], np.zeros_like(found[name][0]), name)
+    if "lse" in found:
+        assert_bytes(found["lse"][0, 0], np.full_like(found["lse"][0, 0], value), "lse")
+    assert np.isnan(found["dsinks"][0]) and np.isfinite(found["dsinks"][1:]).all()
+
+
+@pytest.mark.parametrize("value", (np.nan, np.inf))
+def test_a_sink_that_is_not_finite_is_the_lse_of_a_row_without_keys(backend: Runner, reference: Evaluate, value: float) -> None:
+    backend.run(check_nan_sink_alone, reference, value)
+
+
 def counts_the_sink_at_each_step(evaluate: Evaluate) -> Evaluate:
     """A decode step merges the sink a second time."""
     return lambda call: (faulty.counts_the_sink_twice(evaluate) if call.arrays["q"].shape[2] == 1 else evaluate)(call)

@@ -110,6 +110,8 @@ hipError_t hipMalloc(void** pointer, size_t bytes) { return allocate(pointer, by
 hipError_t hipMallocAsync(void** pointer, size_t bytes, hipStream_t) { return allocate(pointer, bytes); }
 hipError_t hipFree(void* pointer) { return release(pointer); }
 hipError_t hipFreeAsync(void* pointer, hipStream_t) { return release(pointer); }
+hipError_t hipHostMalloc(void** pointer, size_t bytes, unsigned) { return allocate(pointer, bytes); }
+hipError_t hipHostFree(void* pointer) { return release(pointer); }
 
 hipError_t hipMemcpy(void* to, const void* from, size_t bytes, hipMemcpyKind) {
   memmove(to, from, bytes);
@@ -152,6 +154,7 @@ hipError_t hipEventDestroy(hipEvent_t event) {
 }
 hipError_t hipEventRecord(hipEvent_t, hipStream_t) { return hipSuccess; }
 hipError_t hipEventSynchronize(hipEvent_t) { return runtime().error; }
+hipError_t hipEventElapsedTime(float*, hipEvent_t, hipEvent_t) { return unsupported("hipEventElapsedTime"); }
 
 hipError_t hipFuncSetAttribute(const void*, hipFuncAttribute, int) { return hipSuccess; }
 

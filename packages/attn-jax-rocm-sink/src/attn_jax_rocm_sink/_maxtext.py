@@ -73,7 +73,9 @@ class MaxTextAttention:
         Args:
             query: [B, S, H, D]; key and value: [B, S, K, D].
             decoder_segment_ids: int [B, S], 0 for padding, or None. A query sees keys of its own segment; rows of padding are 0.
-            inputs_positions: not needed: the order of the rows decides what is earlier, as in MaxText's own dot-product attention.
+            inputs_positions: int [B, S] or None. As in MaxText's own dot-product attention the order of the rows decides what is earlier,
+                so positions must grow by 1 from row to row of a segment (without segment ids: of the whole sequence). Known ones that do
+                not are an error; a sequence of traced ones that do not is NaN.
             model_mode: "train", or "prefill", where key, value and segment ids come from ``cached_values``.
             cached_values: in prefill ``((key, value, decoder_segment_ids), None)``.
             sinks: [H] logits.
@@ -110,7 +112,8 @@ class MaxTextAttention:
             descriptor = SequenceDescriptor.from_segment_ids_and_pos((decoder_segment_ids, ids_of_keys))
         elif ids_of_keys is not None:
             raise ValueError("MaxTextAttention: decoder_segment_ids_kv needs decoder_segment_ids")
-        return fused_attn(
+        in_order = None if inputs_positions is None else _in_row_order(inputs_positions, decoder_segment_ids, query.shape[:2])
+        out = fused_attn(
             (query, key, value),
             None,
             descriptor,
@@ -128,6 +131,32 @@ class MaxTextAttention:
             contract=self.contract,
             engine=self.engine,
         )
+        return out if in_order is None else jnp.where(in_order[:, None, None, None], out, jnp.nan)
+
+
+def _in_row_order(positions: jax.Array, ids: jax.Array | None, shape: tuple[int, ...]) -> jax.Array | None:
+    """bool [B]: whether positions grow by 1 between neighbouring rows of one segment; None where all are known to.
+
+    Raises ValueError for known ones that do not, and for another shape or dtype.
+    """
+    positions = jnp.asarray(positions)
+    if positions.shape != tuple(shape) or not jnp.issubdtype(positions.dtype, jnp.integer):
+        raise ValueError(
+            f"MaxTextAttention: inputs_positions must be integers [B, S] = {list(shape)}; got {positions.dtype} {list(positions.shape)}"
+        )
+    grows = positions[:, 1:] - positions[:, :-1] == 1
+    if ids is not None:
+        ids = jnp.asarray(ids)
+        grows |= (ids[:, 1:] != ids[:, :-1]) | (ids[:, 1:] == 0)
+    ordered = grows.all(1)
+    if isinstance(ordered, jax.core.Tracer):
+        return ordered
+    if not ordered.all():
+        raise ValueError(
+            "MaxTextAttention: inputs_positions must grow by 1 from row to row of a segment: the order of the rows decides what is "
+            "earlier; packed sequences need decoder_segment_ids"
+        )
+    return None
 
 
 _MASKS = {

@@ -113,8 +113,9 @@ def _softmax(inputs: Inputs) -> _Row:
     sink = jnp.exp(sinks - shift)
     total = exponentials.sum(-1) + sink
     divisor = jnp.where(total == 0.0, 1.0, total)
-    lse = jnp.where(jnp.isneginf(largest), -jnp.inf, shift + jnp.log(divisor))
-    return _Row(exponentials / divisor[..., None], sink / divisor, lse, unmasked)
+    # Without a key, LSE is the sink itself, NaN or infinity included, and no NaN of the divisor may reach a masked pair.
+    lse = jnp.where(unmasked.any(-1), shift + jnp.log(divisor), jnp.broadcast_to(sinks, largest.shape))
+    return _Row(jnp.where(unmasked, exponentials / divisor[..., None], 0.0), sink / divisor, lse, unmasked)
 
 
 def _visible(inputs: Inputs) -> jax.Array:

@@ -161,7 +161,7 @@ def _is_integer_scalar(array: Any) -> bool:
 def _check_options(op: str, options: Mapping[str, Any]) -> None:
     scale = options.get("scale")
     if scale is not None and not _is_finite_float32(scale):
-        raise ValueError(f"{op}: scale must be a finite number or None; got {scale!r}")
+        raise ValueError(f"{op}: scale must be a finite number or None; got {scale!r} (it must be finite in float32: below 2**128)")
     for name in ("causal", "return_lse"):
         if not isinstance(options.get(name, False), bool):
             raise TypeError(f"{op}: {name} must be True or False; got {options[name]!r}")
@@ -169,8 +169,10 @@ def _check_options(op: str, options: Mapping[str, Any]) -> None:
     if window is not None:
         if not (isinstance(window, (tuple, list)) and len(window) == 2 and all(side is None or _is_integer(side) for side in window)):
             raise TypeError(f"{op}: window must be (left, right), each an integer or None; got {window!r}")
-        if any(side is not None and not 0 <= side <= _INT32_MAX for side in window):
+        if any(side is not None and side < 0 for side in window):
             raise ValueError(f"{op}: window sides count keys besides the diagonal one and must be 0 or more; got {window!r}")
+        if any(side is not None and side > _INT32_MAX for side in window):
+            raise ValueError(f"{op}: window sides must be at most 2**31 - 1 (None for no bound); got {window!r}")
     dropout_p = options.get("dropout_p", 0.0)
     if not (isinstance(dropout_p, numbers.Real) and 0.0 <= float(dropout_p) <= 1.0):
         raise ValueError(f"{op}: dropout_p must lie in [0, 1]; got {dropout_p!r}")
@@ -182,8 +184,10 @@ def _check_options(op: str, options: Mapping[str, Any]) -> None:
         raise ValueError(f"{op}: dropout_seed must lie in [0, 2**64); got {seed}")
     for name in ("q_start", "k_start"):
         start = options.get(name)
-        if start is not None and not (_is_integer(start) and abs(start) <= _INT32_MAX):
-            raise ValueError(f"{op}: {name} must be an integer within 32 bits or an integer array [B]; got {start!r}")
+        if start is not None and not _is_integer(start):
+            raise ValueError(f"{op}: {name} must be an integer or an integer array [B]; got {start!r}")
+        if start is not None and abs(start) > _INT32_MAX:
+            raise ValueError(f"{op}: {name} must be an integer within 32 bits, from -(2**31 - 1) to 2**31 - 1; got {start}")
     if (options.get("k_start") or 0) < 0:
         raise ValueError(f"{op}: k_start must be 0 or more; got {options['k_start']}")
 

@@ -53,7 +53,7 @@ class PairConfig:
 CONFIGS: dict[str, tuple[PairConfig, PairConfig, PairConfig]] = {
     "cuda": (PairConfig(32, 64, 16, 4), PairConfig(32, 64, 16, 8), PairConfig(64, 64, 16, 8)),
     "rocm": (PairConfig(32, 32, 16, 4), PairConfig(32, 32, 16, 8), PairConfig(32, 32, 16, 4)),
-    "cpu": (PairConfig(256, 256, 256, 1), PairConfig(256, 256, 256, 1), PairConfig(128, 128, 256, 1)),
+    "cpu": (PairConfig(256, 256, 128, 1), PairConfig(256, 256, 128, 1), PairConfig(128, 128, 128, 1)),
 }
 """By device: for results of up to 128 columns; for wider ones, whose accumulators fill the registers; for delta (its owners) and dbias."""
 

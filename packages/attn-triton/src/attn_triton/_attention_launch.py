@@ -58,10 +58,10 @@ CONFIGS = {
         select=Config(rows=32, num_warps=4, keys=16, chunk=16),
     ),
     "cpu": ForwardConfigs(
-        states=Config(rows=128, num_warps=1, keys=256, chunk=256),
-        indexed=Config(rows=128, num_warps=1, keys=256, chunk=256),
-        outputs={256: Config(rows=128, num_warps=1, keys=256, chunk=256)},
-        select=Config(rows=128, num_warps=1, keys=256, chunk=256),
+        states=Config(rows=128, num_warps=1, keys=256, chunk=128),
+        indexed=Config(rows=128, num_warps=1, keys=256, chunk=128),
+        outputs={256: Config(rows=128, num_warps=1, keys=256, chunk=128)},
+        select=Config(rows=128, num_warps=1, keys=256, chunk=128),
     ),
 }
 """By device. On NVIDIA these are the largest blocks that the compiler keeps in registers, and 16 columns a step keep a loop inside the

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from attn_triton._interpreter import ieee_mode, without_overflow_checks
+from attn_triton._interpreter import ieee_mode, patched_once, without_overflow_checks
 from attn_triton._softmax_kernel import INTERPRETED
 
 __all__ = ["Config", "on_device"]
@@ -47,4 +47,5 @@ def on_device(tensor: Tensor) -> Iterator[None]:
         if INTERPRETED:
             stack.enter_context(ieee_mode())
             stack.enter_context(without_overflow_checks())
+            stack.enter_context(patched_once())
         yield

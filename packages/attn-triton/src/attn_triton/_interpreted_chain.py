@@ -49,12 +49,35 @@ def _chain(acc: np.ndarray, a: np.ndarray, b: np.ndarray, terms: np.ndarray | No
     columns = b.any(axis=0) if np.isfinite(a).all() else np.ones(b.shape[1], bool)
     part = np.ix_(rows, columns)
     left, right, total = a[rows].astype(np.float64), b[:, columns].astype(np.float64), acc[part].astype(np.float64)
+    left = np.ascontiguousarray(left.T)[:, :, None]
+    small = not _small_sums_are_exact(a, b)
+    product, exact, following = np.empty_like(total), np.empty_like(total), np.empty(total.shape, np.float32)
+    bits = exact.view(np.int64)
     for index in steps:
-        following = round_sum(left[:, index, None] * right[index], total)
-        total = following if terms is None else np.where(terms[rows, index, None], following, total)
+        np.multiply(left[index], right[index], out=product)
+        np.add(product, total, out=exact)
+        np.copyto(following, exact, casting="same_kind")
+        near_tie = (bits & _DROPPED) == _TIE
+        if small:
+            near_tie |= np.abs(following) <= _SMALLEST_NORMAL
+        if near_tie.any():
+            following[near_tie] = round_sum(product[near_tie], total[near_tie])
+        np.copyto(total, following, where=True if terms is None else terms[rows, index, None])
     result = acc.copy()
     result[part] = total
     return result
+
+
+_DROPPED, _TIE = np.int64((1 << 29) - 1), np.int64(1 << 28)
+"""Bits of a float64 that a normal float32 lacks, and their value half way between two of them. Only from there does rounding the rounded
+sum go another way than rounding the sum."""
+_SMALLEST_NORMAL = np.float32(2.0**-126)
+
+
+def _small_sums_are_exact(a: np.ndarray, b: np.ndarray) -> bool:
+    """Whether every product is a multiple of 2^-178: then a sum with a float32 is exact in float64 wherever float32 is subnormal."""
+    least = [np.min(np.abs(values), where=values != 0, initial=1.0) for values in (a, b)]
+    return float(least[0]) * float(least[1]) >= 2.0**-130
 
 
 def round_sum(product: np.ndarray, addend: np.ndarray) -> np.ndarray:

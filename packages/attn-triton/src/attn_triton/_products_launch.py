@@ -16,7 +16,7 @@ __all__ = ["CONFIGS", "av_gemm_backward", "av_gemm_forward", "qk_gemm_backward",
 CONFIGS = {
     "cuda": Config(rows=128, num_warps=8, keys=128, chunk=16),
     "rocm": Config(rows=64, num_warps=4, keys=64, chunk=16),
-    "cpu": Config(rows=256, num_warps=1, keys=256, chunk=256),
+    "cpu": Config(rows=256, num_warps=1, keys=256, chunk=128),
 }
 """By device; ``rows`` and ``keys`` are the sides of a block of outputs, ``chunk`` is a part of the chains."""
 

@@ -1,5 +1,5 @@
 // Stands for AITER's header of the same name: the members that the adapter may set, by the names that AITER documents, in an order of its
-// own. FAKE_AITER_OLD leaves out what versions before the sinks lack.
+// own. FAKE_AITER_OLD leaves out what versions before the sinks lack; FAKE_AITER_OVER_CK takes the types of HIP and CK from CK's header.
 #pragma once
 
 #include <cstdint>
@@ -7,6 +7,10 @@
 #include <utility>
 #include <variant>
 
+#if defined(FAKE_AITER_OVER_CK)
+#include <ck_tile/core.hpp>
+#include <ck_tile/host/stream_config.hpp>
+#else
 using hipStream_t = struct FakeStream*;
 
 namespace ck_tile {
@@ -17,6 +21,7 @@ struct stream_config {
   int log_level_ = 0;
 };
 }  // namespace ck_tile
+#endif
 
 namespace aiter {
 
