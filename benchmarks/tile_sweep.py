@@ -5,6 +5,8 @@ refuses a build whose tile is not the contract's. Error is the largest over the 
 rounded to float32; "sum" is the largest relative error of a row's sum of exponentials.
 
     python benchmarks/tile_sweep.py --output tile-sweep.json [--rounds 20] [--tiles 64,128,256,512] [--build build/tile_sweep]
+
+With --built, the libraries of an earlier run are taken from the folder of the builds as they are.
 """
 
 from __future__ import annotations
@@ -44,11 +46,14 @@ class Rows(ctypes.Structure):
     _fields_ = (("data", ctypes.c_void_p), ("dtype", ctypes.c_int32), ("strides", ctypes.c_int64 * 3))
 
 
-def build(tile: int, folder: Path) -> Path:
+def build(tile: int, folder: Path, built: bool) -> Path:
     """The shared library of the softmax for one tile. Raises RuntimeError with CMake's text when it does not build."""
     major, minor = torch.cuda.get_device_capability()
     architecture = f"{major}{minor}{'a' if major == 9 else ''}-real"
     target = folder / str(tile)
+    library = target / "libattn_cuda_softmax.so"
+    if built:
+        return library
     options = {
         "CMAKE_BUILD_TYPE": "Release",
         "Python_EXECUTABLE": sys.executable,
@@ -64,7 +69,7 @@ def build(tile: int, folder: Path) -> Path:
         done = subprocess.run(command, check=False, capture_output=True, text=True)
         if done.returncode != 0:
             raise RuntimeError(f"tile {tile} does not build: {(done.stdout + done.stderr).strip()}")
-    return target / "libattn_cuda_softmax.so"
+    return library
 
 
 @dataclass(frozen=True)
@@ -75,12 +80,12 @@ class Softmax:
 
     @property
     def tile(self) -> int:
-        return int(self.loaded.attn_cuda_softmax_tile())
+        return int(self.library.attn_cuda_softmax_tile())
 
     @property
     def fingerprint(self) -> str:
-        self.loaded.attn_cuda_fingerprint.restype = ctypes.c_char_p
-        return str(self.loaded.attn_cuda_fingerprint().decode())
+        self.library.attn_cuda_fingerprint.restype = ctypes.c_char_p
+        return str(self.library.attn_cuda_fingerprint().decode())
 
     def forward(self, scores: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Probabilities in the dtype of the scores, row max and row sum."""
@@ -88,7 +93,7 @@ class Softmax:
         shape, rows = described(scores)
         pointers = [ctypes.c_void_p(tensor.data_ptr()) for tensor in (row_max, row_sum)]
         arguments = (ctypes.byref(shape), ctypes.byref(rows), None, ctypes.c_void_p(probs.data_ptr()), rows.dtype, *pointers)
-        self._demand(self.loaded.attn_cuda_softmax_forward(*place(scores), *arguments), "forward")
+        self._demand(self.library.attn_cuda_softmax_forward(*place(scores), *arguments), "forward")
         return probs, row_max, row_sum
 
     def backward(self, scores: Tensor, dprobs: Tensor, row_max: Tensor, row_sum: Tensor) -> Tensor:
@@ -96,13 +101,13 @@ class Softmax:
         shape, rows = described(scores)
         pointers = [ctypes.c_void_p(tensor.data_ptr()) for tensor in (row_max, row_sum, dscores)]
         arguments = (ctypes.byref(shape), ctypes.byref(rows), ctypes.byref(described(dprobs)[1]), None, *pointers)
-        self._demand(self.loaded.attn_cuda_softmax_backward(*place(scores), *arguments), "backward")
+        self._demand(self.library.attn_cuda_softmax_backward(*place(scores), *arguments), "backward")
         return dscores
 
     def _demand(self, code: int, what: str) -> None:
         if code != 0:
-            self.loaded.attn_cuda_message.restype = ctypes.c_char_p
-            raise RuntimeError(f"softmax {what} with tile {self.tile}: {self.loaded.attn_cuda_message(code).decode()}")
+            self.library.attn_cuda_message.restype = ctypes.c_char_p
+            raise RuntimeError(f"softmax {what} with tile {self.tile}: {self.library.attn_cuda_message(code).decode()}")
 
 
 def place(tensor: Tensor) -> tuple[int, ctypes.c_void_p]:
@@ -175,6 +180,7 @@ def main() -> None:
     parser = measuring.options(__doc__, rounds=20)
     parser.add_argument("--tiles", default=",".join(map(str, TILES)), help="comma separated")
     parser.add_argument("--build", type=Path, default=Path("build/tile_sweep"), help="folder of the builds")
+    parser.add_argument("--built", action="store_true", help="build nothing: the folder holds N/libattn_cuda_softmax.so of each tile")
     options = parser.parse_args()
     device = measuring.cuda_device("tile_sweep")
     report = Report(
@@ -182,7 +188,7 @@ def main() -> None:
     )
     tiles = [int(tile) for tile in options.tiles.split(",")]
     with ThreadPoolExecutor(min(len(tiles), os.cpu_count() or 1)) as pool:
-        libraries = dict(zip(tiles, pool.map(lambda tile: build(tile, options.build.resolve()), tiles), strict=True))
+        libraries = dict(zip(tiles, pool.map(lambda tile: build(tile, options.build.resolve(), options.built), tiles), strict=True))
     builds = {tile: Softmax(ctypes.CDLL(str(library))) for tile, library in libraries.items()}
     assert [softmax.tile for softmax in builds.values()] == tiles
     report.say(f"built {', '.join(map(str, tiles))}")

@@ -1,9 +1,10 @@
 """compute-sanitizer over every kernel of attn_cuda: the four tools on every part of every_kernel.py, in parallel, within a time limit.
 
-    python packages/attn-cuda/tests/sanitize.py --output sanitizer.json [--tools racecheck] [--parts 16] [--jobs 12] [--seconds 300]
+    python packages/attn-cuda/tests/sanitize.py --output FILE [--tools racecheck] [--parts 16] [--jobs 12] [--seconds 300] [--add FILE]
 
 Each part runs once without a tool, which records the kernels that it launches; together the parts must launch every kernel of the compiled
-module but those that only a device with less shared memory chooses. Exits 1 on an error, a part that did not end, or a kernel left out.
+module but those that only a device with less shared memory chooses. Where one run has too little time, ``--add`` takes the parts that ended
+clean in an earlier run of the same build from its result file. Exits 1 on an error, a part that did not end, or a kernel left out.
 """
 
 from __future__ import annotations
@@ -123,6 +124,14 @@ def parts_of(tool: str, parts: int) -> list[str]:
     return [f"{number + 1}/{count}" for number in range(count)]
 
 
+def earlier(document: dict[str, Any], fingerprint: str) -> list[Outcome]:
+    """What ended clean in an earlier run. Raises ValueError when that was of another build."""
+    found = document["environment"]["fingerprint"]
+    if found != fingerprint:
+        raise ValueError(f"the earlier run was of build {found}, and this is {fingerprint}")
+    return [Outcome(**row) for row in document["runs"] if row["tool"] != "none" and row["errors"] == 0]
+
+
 def tail(output: str, lines: int = 30) -> str:
     return "\n".join(output.splitlines()[-lines:])
 
@@ -173,6 +182,7 @@ def main() -> None:
     parser.add_argument("--parts", type=int, default=16, help="of racecheck, the slowest tool; the others take a quarter as many")
     parser.add_argument("--jobs", type=int, default=os.cpu_count() or 1, help="processes at a time")
     parser.add_argument("--seconds", type=float, default=600, help="for all of it: what has not ended then is stopped and stands as such")
+    parser.add_argument("--add", type=Path, help="result file of an earlier run of the same build and as many parts")
     options = parser.parse_args()
     tools = options.tools.split(",")
     sanitizer, deadline = tool_path("compute-sanitizer"), time.monotonic() + options.seconds
@@ -189,10 +199,13 @@ def main() -> None:
     ).stdout
     with tempfile.TemporaryDirectory() as folder, ThreadPoolExecutor(options.jobs) as pool:
         unchecked = list(pool.map(lambda part: plain(part, Path(folder), deadline), parts_of("none", options.parts)))
-        work = [(tool, part) for tool in sorted(tools, key=lambda tool: tool != "racecheck") for part in parts_of(tool, options.parts)]
+        taken = [] if options.add is None else earlier(json.loads(options.add.read_text()), module.FINGERPRINT)
+        ended = {(outcome.tool, outcome.part) for outcome in taken}
+        every = [(tool, part) for tool in sorted(tools, key=lambda tool: tool != "racecheck") for part in parts_of(tool, options.parts)]
+        work = [item for item in every if item not in ended]
         ports = [FIRST_PORT + 16 * place for place in range(len(work))]
         running = [pool.submit(checked, sanitizer, *item, port, deadline) for item, port in zip(work, ports, strict=True)]
-        outcomes = [outcome for outcome, _ in unchecked]
+        outcomes = [*(outcome for outcome, _ in unchecked), *(outcome for outcome in taken if (outcome.tool, outcome.part) in every)]
         for future in running:
             outcome = future.result()
             outcomes.append(outcome)

@@ -85,6 +85,14 @@ def test_it_succeeds_only_when_every_tool_ended_clean_on_every_kernel(
     assert document["tools"]["racecheck"]["parts"] == sum(tool == "racecheck" for tool, _ in outcomes)
 
 
+def test_parts_that_ended_clean_are_taken_from_an_earlier_run_of_the_same_build() -> None:
+    found = [outcome("none", 0), outcome("racecheck", 0), outcome("racecheck", None), outcome("memcheck", 1)]
+    document = {"environment": {"fingerprint": "a"}, **sanitize.report(found, ["k"], {"k"}, ("racecheck",))}
+    assert sanitize.earlier(document, "a") == [outcome("racecheck", 0)]
+    with pytest.raises(ValueError, match="build a, and this is b"):
+        sanitize.earlier(document, "b")
+
+
 TOOL = """#!{python}
 import sys
 assert sys.argv[1:3] == ["--tool", "racecheck"] and sys.argv[-2:] == ["--part", "1/2"] and "kns=attn_cuda" in sys.argv

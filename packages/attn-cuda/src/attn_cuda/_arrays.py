@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import cache
 from types import ModuleType
+from typing import Any
 
 import torch
 from attn_spec import UnsupportedProblem
@@ -11,10 +13,12 @@ from torch import Tensor
 
 from attn_cuda._extension import build_reason, device_reason, extension
 
-__all__ = ["Array", "address", "array", "dtype_codes", "module_for", "place"]
+__all__ = ["Array", "Launch", "address", "allocator", "array", "dtype_codes", "module_for", "place"]
 
 Array = tuple[int, int, torch.Size, tuple[int, ...]]
 """Address, dtype code, shape and element strides."""
+Launch = Callable[[list[int]], Any]
+"""A kernel call on tensors of known shapes, strides, dtypes and alignment: their addresses to fresh results."""
 
 
 def module_for(first: Tensor, *others: Tensor | None) -> ModuleType:
@@ -48,6 +52,16 @@ class _Codes(dict[torch.dtype, int]):
 def dtype_codes(module: ModuleType) -> dict[torch.dtype, int]:
     """The code of each dtype that the kernels take; TypeError for any other."""
     return _Codes({torch.float32: module.FLOAT32, torch.bfloat16: module.BFLOAT16, torch.float16: module.FLOAT16})
+
+
+def allocator(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Callable[[], Tensor]:
+    """Makes contiguous tensors: with given strides torch takes half as long as with a shape alone."""
+    strides, step = [0] * len(shape), 1
+    for axis in reversed(range(len(shape))):
+        strides[axis] = step
+        step *= max(shape[axis], 1)
+    sizes, steps = tuple(shape), tuple(strides)
+    return lambda: torch.empty_strided(sizes, steps, dtype=dtype, device=device)
 
 
 def place(tensor: Tensor) -> tuple[int, int]:

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-from types import ModuleType
-
 import torch
 from torch import Tensor
 
-from attn_cuda._arrays import array, dtype_codes, module_for, place
+from attn_cuda._arrays import Launch, allocator, array, dtype_codes, module_for
 
-__all__ = ["ProductKernels"]
+__all__ = ["ProductKernels", "over_keys", "over_width"]
 
 
 class ProductKernels:
@@ -17,51 +15,63 @@ class ProductKernels:
 
     def qk_gemm_forward(self, q: Tensor, k: Tensor, scale: float, out_dtype: torch.dtype) -> Tensor:
         """q [B, H, S, D], k [B, K, T, D] -> scores [B, H, S, T] of ``out_dtype``."""
-        return _over_width(q, k, scale, out_dtype)
+        return _run(over_width(q, k, scale, out_dtype), q, k)
 
     def qk_gemm_backward(
         self, dscores: Tensor, q: Tensor, k: Tensor, scale: float, needs: tuple[bool, bool]
     ) -> tuple[Tensor | None, Tensor | None]:
         """dscores [B, H, S, T] -> dq, dk as needed, in the dtypes of q and k."""
-        dq = _over_keys(dscores, k, scale, q.dtype) if needs[0] else None
-        return dq, _over_queries(dscores, q, k, scale) if needs[1] else None
+        dq = _run(over_keys(dscores, k, scale, q.dtype), dscores, k) if needs[0] else None
+        return dq, _run(_over_queries(dscores, q, k, scale), dscores, q) if needs[1] else None
 
     def av_gemm_forward(self, probs: Tensor, v: Tensor, out_dtype: torch.dtype) -> Tensor:
         """probs [B, H, S, T], v [B, K, T, V] -> out [B, H, S, V] of ``out_dtype``."""
-        return _over_keys(probs, v, 1.0, out_dtype)
+        return _run(over_keys(probs, v, 1.0, out_dtype), probs, v)
 
     def av_gemm_backward(self, dout: Tensor, probs: Tensor, v: Tensor, needs: tuple[bool, bool]) -> tuple[Tensor | None, Tensor | None]:
         """dout [B, H, S, V] -> dprobs, dv as needed, in the dtypes of probs and v."""
-        dprobs = _over_width(dout, v, 1.0, probs.dtype) if needs[0] else None
-        return dprobs, _over_queries(probs, dout, v, 1.0) if needs[1] else None
+        dprobs = _run(over_width(dout, v, 1.0, probs.dtype), dout, v) if needs[0] else None
+        return dprobs, _run(_over_queries(probs, dout, v, 1.0), probs, dout) if needs[1] else None
 
 
-def _over_width(rows: Tensor, keys: Tensor, scale: float, out_dtype: torch.dtype) -> Tensor:
+def over_width(rows: Tensor, keys: Tensor, scale: float, out_dtype: torch.dtype) -> Launch:
     """rows [B, H, S, W], keys [B, K, T, W] -> [B, H, S, T]."""
-    module = module_for(rows, keys)
+    kind = module_for(rows, keys).OVER_WIDTH
     (batch, heads, queries, _), (_, kv_heads, count, _) = rows.shape, keys.shape
-    out = rows.new_empty((batch, heads, queries, count), dtype=out_dtype)
-    return _run(module, module.OVER_WIDTH, kv_heads, scale, rows, keys, out)
+    return _launch(kind, kv_heads, scale, rows, keys, (batch, heads, queries, count), out_dtype)
 
 
-def _over_keys(weights: Tensor, keys: Tensor, scale: float, out_dtype: torch.dtype) -> Tensor:
+def over_keys(weights: Tensor, keys: Tensor, scale: float, out_dtype: torch.dtype) -> Launch:
     """weights [B, H, S, T], keys [B, K, T, W] -> [B, H, S, W]."""
-    module = module_for(weights, keys)
+    kind = module_for(weights, keys).OVER_KEYS
     (batch, heads, queries, _), (_, kv_heads, _, width) = weights.shape, keys.shape
-    out = weights.new_empty((batch, heads, queries, width), dtype=out_dtype)
-    return _run(module, module.OVER_KEYS, kv_heads, scale, weights, keys, out)
+    return _launch(kind, kv_heads, scale, weights, keys, (batch, heads, queries, width), out_dtype)
 
 
-def _over_queries(weights: Tensor, rows: Tensor, like: Tensor, scale: float) -> Tensor:
+def _over_queries(weights: Tensor, rows: Tensor, like: Tensor, scale: float) -> Launch:
     """weights [B, H, S, T], rows [B, H, S, W] -> a gradient of ``like`` [B, K, T, W]."""
-    module = module_for(weights, rows, like)
-    out = torch.empty(like.shape, dtype=like.dtype, device=like.device)
-    return _run(module, module.OVER_QUERIES, like.shape[1], scale, weights, rows, out)
+    kind = module_for(weights, rows, like).OVER_QUERIES
+    return _launch(kind, like.shape[1], scale, weights, rows, tuple(like.shape), like.dtype)
 
 
-def _run(module: ModuleType, kind: int, kv_heads: int, scale: float, left: Tensor, right: Tensor, out: Tensor) -> Tensor:
-    if out.numel():
-        codes = dtype_codes(module)
-        device, stream = place(out)
-        module.product(device, stream, (kind, kv_heads, array(codes, left), array(codes, right), array(codes, out)), scale)
+def _launch(kind: int, kv_heads: int, scale: float, left: Tensor, right: Tensor, shape: tuple[int, ...], out_dtype: torch.dtype) -> Launch:
+    module, device = module_for(left, right), left.device
+    product, codes, index = module.product, dtype_codes(module), device.index
+    _, *of_left = array(codes, left)
+    _, *of_right = array(codes, right)
+    allocate, stream_of, code = allocator(shape, out_dtype, device), torch._C._cuda_getCurrentRawStream, codes[out_dtype]
+    if 0 in shape:
+        return lambda addresses: allocate()
+
+    def launch(addresses: list[int]) -> Tensor:
+        out = allocate()
+        arrays = (addresses[0], *of_left), (addresses[1], *of_right), (out.data_ptr(), code, shape, out.stride())
+        product(index, stream_of(index), (kind, kv_heads, *arrays), scale)
+        return out
+
+    return launch
+
+
+def _run(launch: Launch, *tensors: Tensor) -> Tensor:
+    out: Tensor = launch([tensor.data_ptr() for tensor in tensors])
     return out

@@ -11,7 +11,7 @@ from attn_spec.torch import AttentionInputs
 from torch import Tensor
 
 from attn_cuda._arrays import address, array, dtype_codes, module_for, place
-from attn_cuda._attention_launch import options_of, problem_of
+from attn_cuda._attention_launch import problem_of, tensors_of, with_contiguous_options
 from attn_cuda._extension import extension
 
 __all__ = ["Sm90Kernels", "sm90_reasons"]
@@ -30,26 +30,25 @@ class Sm90Kernels:
 
     def attention_sm90_forward(self, inputs: AttentionInputs) -> tuple[Tensor, Tensor]:
         """out (layout and dtype of q) and LSE (float32, ``inputs.row_shape``)."""
-        options = options_of(inputs)
-        module = _module(inputs, *options.values())
+        inputs = with_contiguous_options(inputs)
+        module = _module(inputs)
         q, scale = inputs.q, inputs.scale
         factor = score_factor(scale)
         out = q.new_empty(q.shape)
         lse = q.new_empty(inputs.row_shape, dtype=torch.float32)
         if lse.numel():
-            problem, kept = problem_of(dtype_codes(module), inputs, options)
+            problem = problem_of(dtype_codes(module), inputs)
             device, stream = place(q)
             workspace = q.new_empty(module.sm90_forward_workspace(device, problem, scale), dtype=torch.uint8)
             module.sm90_forward(device, stream, problem, scale, factor, out.data_ptr(), lse.data_ptr(), workspace.data_ptr())
-            del kept, workspace
         return out, lse
 
     def attention_sm90_backward(
         self, inputs: AttentionInputs, dout: Tensor, dlse: Tensor | None, out: Tensor, lse: Tensor, needs: frozenset[str]
     ) -> dict[str, Tensor]:
         """Gradients of the names in ``needs`` (q, k, v, sinks), each fresh, contiguous, with the shape and dtype of its input."""
-        options = options_of(inputs)
-        module = _module(inputs, *options.values(), dout, dlse, out, lse)
+        inputs = with_contiguous_options(inputs)
+        module = _module(inputs, dout, dlse, out, lse)
         _check_rows(inputs, dout, dlse, out, lse)
         tensors = {"q": inputs.q, "k": inputs.k, "v": inputs.v, "sinks": inputs.sinks}
         found = {
@@ -59,7 +58,7 @@ class Sm90Kernels:
         }
         if any(gradient.numel() for gradient in found.values()):
             codes, scale = dtype_codes(module), inputs.scale
-            problem, kept = problem_of(codes, inputs, options)
+            problem = problem_of(codes, inputs)
             device, stream = place(inputs.q)
             rows = [None if row is None else row.to(torch.float32).contiguous() for row in (lse, dlse)]
             upstream = dout.to(inputs.q.dtype)
@@ -68,7 +67,7 @@ class Sm90Kernels:
             size = module.sm90_backward_workspace(device, problem, scale, gradients)
             workspace = inputs.q.new_empty(size, dtype=torch.uint8)
             module.sm90_backward(device, stream, problem, scale, score_factor(scale), gradients, workspace.data_ptr())
-            del kept, rows, upstream, workspace
+            del rows, upstream, workspace
         return found
 
 
@@ -101,7 +100,7 @@ def _device_reason(device: int | None) -> str | None:
 
 def _module(inputs: AttentionInputs, *others: Tensor | None) -> ModuleType:
     """The compiled module, once the inputs are known to be ones that it runs."""
-    module = module_for(inputs.q, inputs.k, inputs.v, *others)
+    module = module_for(*tensors_of(inputs).values(), *others)
     reasons = []
     widths = inputs.q.shape[-1], inputs.v.shape[-1]
     if widths[0] not in HEAD_DIMS or widths[1] != widths[0]:

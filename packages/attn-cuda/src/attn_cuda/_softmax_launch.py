@@ -3,18 +3,22 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from types import ModuleType
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from attn_cuda._arrays import dtype_codes, module_for, place
+from attn_cuda._arrays import Launch, allocator, dtype_codes, module_for, place
 
-__all__ = ["SoftmaxKernels"]
+__all__ = ["SoftmaxKernels", "prepare_softmax"]
 
 Sizes = tuple[int, int, int]
 Rows = tuple[int, int, Sizes]
 """Address, dtype code and element strides of the outer axes."""
+Compacted = tuple[int, int, int, int]
+"""Addresses of the kept bits, positions and counts of a mask, and how many rows share a batch item."""
 Axis = tuple[int, tuple[int, ...]]
 """Size, and the stride of each tensor."""
 
@@ -70,7 +74,8 @@ class SoftmaxKernels:
         if dscores.numel():
             sizes, (rows, cotangent), kept = _rows(module, scores, dprobs)
             device, stream = place(scores)
-            keys, keep_alive = _compact(module, scores, mask, device, stream)
+            mask = None if mask is None else mask.contiguous()
+            keys, held = (None, None) if mask is None else _compaction(module, scores, mask)(mask.data_ptr(), stream)
             getattr(module, kernel)(
                 device,
                 stream,
@@ -83,25 +88,56 @@ class SoftmaxKernels:
                 row_sum.data_ptr(),
                 dscores.data_ptr(),
             )
-            del kept, keep_alive
+            del kept, held
         return dscores
 
 
 def _forward(kernel: str, scores: Tensor, mask: Tensor | None, out_dtype: torch.dtype, keeps_state: bool) -> tuple[Tensor, ...]:
     """probs and, if it is kept, the state of the rows."""
     module = _module(scores, mask)
+    mask = None if mask is None else mask.contiguous()
+    sizes, (rows,), (scores,) = _rows(module, scores)
     stored = out_dtype if out_dtype in (scores.dtype, torch.float32) else torch.float32
-    probs = scores.new_empty(scores.shape, dtype=stored)
-    state = [scores.new_empty(scores.shape[:-1], dtype=torch.float32) for _ in range(2 if keeps_state else 0)]
-    if probs.numel():
-        sizes, (rows,), kept = _rows(module, scores)
-        device, stream = place(scores)
-        keys, keep_alive = _compact(module, scores, mask, device, stream)
-        row_max, row_sum = (part.data_ptr() for part in state) if keeps_state else (0, 0)
-        code = dtype_codes(module)[stored]
-        getattr(module, kernel)(device, stream, sizes, scores.shape[-1], rows, keys, probs.data_ptr(), code, row_max, row_sum)
-        del kept, keep_alive
+    launch = _forward_launch(kernel, module, scores, sizes, rows, mask, stored, keeps_state)
+    probs, *state = launch([scores.data_ptr(), *([] if mask is None else [mask.data_ptr()])])
     return probs if stored == out_dtype else probs.to(out_dtype), *state
+
+
+def prepare_softmax(kernel: str, arguments: tuple[Any, ...]) -> Launch | None:
+    """The call of the registered operator for its probabilities, or None for one that needs copies or a conversion."""
+    scores, mask, out_dtype = arguments
+    module = _module(scores, mask)
+    sizes, (rows,), (addressed,) = _rows(module, scores)
+    if addressed is not scores or (mask is not None and not mask.is_contiguous()) or out_dtype not in (scores.dtype, torch.float32):
+        return None
+    launch = _forward_launch(kernel, module, scores, sizes, rows, mask, out_dtype, False)
+    return lambda addresses: launch(addresses)[0]
+
+
+def _forward_launch(
+    kernel: str, module: ModuleType, scores: Tensor, sizes: Sizes, rows: Rows, mask: Tensor | None, stored: torch.dtype, keeps_state: bool
+) -> Launch:
+    """probs of dtype ``stored`` and, if it is kept, the state of the rows, from the addresses of scores and of a contiguous mask."""
+    device, index, keys = scores.device, scores.device.index, scores.shape[-1]
+    results = [allocator(scores.shape, stored, device)]
+    if keeps_state:
+        results += [allocator(scores.shape[:-1], torch.float32, device)] * 2
+    if scores.numel() == 0:
+        return lambda addresses: tuple([allocate() for allocate in results])
+    run, stream_of, code = getattr(module, kernel), torch._C._cuda_getCurrentRawStream, dtype_codes(module)[stored]
+    compact = None if mask is None else _compaction(module, scores, mask)
+    _, *of_scores = rows
+
+    def launch(addresses: list[int]) -> tuple[Tensor, ...]:
+        found = tuple([allocate() for allocate in results])
+        probs, row_max, row_sum = [tensor.data_ptr() for tensor in found] if keeps_state else (found[0].data_ptr(), 0, 0)
+        stream = stream_of(index)
+        compacted, held = (None, None) if compact is None else compact(addresses[1], stream)
+        run(index, stream, sizes, keys, (addresses[0], *of_scores), compacted, probs, code, row_max, row_sum)
+        del held
+        return found
+
+    return launch
 
 
 def _module(scores: Tensor, mask: Tensor | None, *others: Tensor) -> ModuleType:
@@ -148,15 +184,16 @@ def _collapsed(shape: torch.Size, tensors: list[Tensor]) -> list[Axis]:
     return merged
 
 
-def _compact(
-    module: ModuleType, scores: Tensor, mask: Tensor | None, device: int, stream: int
-) -> tuple[tuple[int, int, int, int] | None, tuple[Tensor, ...]]:
-    """Logical keys of each batch item, and the tensors that hold them until the kernel is enqueued."""
-    if mask is None:
-        return None, ()
-    kept = mask.contiguous()
-    positions = kept.new_empty(kept.shape, dtype=torch.int32)
-    counts = kept.new_empty(kept.shape[0], dtype=torch.int32)
-    module.compact_keys(device, stream, kept.data_ptr(), kept.shape[0], kept.shape[1], positions.data_ptr(), counts.data_ptr())
+def _compaction(module: ModuleType, scores: Tensor, mask: Tensor) -> Callable[[int, int], tuple[Compacted, tuple[Tensor, ...]]]:
+    """From the address of a contiguous mask and a stream: the logical keys of each batch item, and the tensors that hold them until the
+    kernel is enqueued."""
+    batch, keys, device = mask.shape[0], mask.shape[1], mask.device
+    positions_of, counts_of = allocator((batch, keys), torch.int32, device), allocator((batch,), torch.int32, device)
     rows_per_batch = math.prod(scores.shape[1:-1])
-    return (kept.data_ptr(), positions.data_ptr(), counts.data_ptr(), rows_per_batch), (kept, positions, counts)
+
+    def compact(kept: int, stream: int) -> tuple[Compacted, tuple[Tensor, ...]]:
+        positions, counts = positions_of(), counts_of()
+        module.compact_keys(device.index, stream, kept, batch, keys, positions.data_ptr(), counts.data_ptr())
+        return (kept, positions.data_ptr(), counts.data_ptr(), rows_per_batch), (positions, counts)
+
+    return compact

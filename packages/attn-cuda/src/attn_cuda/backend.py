@@ -11,6 +11,7 @@ from attn_spec.torch import Operators, TorchBackend
 
 from attn_cuda._attention_launch import MAX_HEAD_DIM, AttentionKernels
 from attn_cuda._extension import extension, unavailable
+from attn_cuda._prepared import prepare
 from attn_cuda._products_launch import ProductKernels
 from attn_cuda._sm90_launch import Sm90Kernels, sm90_reasons
 from attn_cuda._softmax_launch import SoftmaxKernels
@@ -44,6 +45,8 @@ _CAPABILITIES = Capabilities(
 
 class _CudaKernels(SoftmaxKernels, ProductKernels, AttentionKernels, Sm90Kernels):
     """Every kernel of the ``cuda`` engine."""
+
+    prepare = staticmethod(prepare)
 
 
 class CudaBackend(TorchBackend):

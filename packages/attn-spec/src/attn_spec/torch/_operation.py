@@ -19,14 +19,21 @@ Gradient = tuple[Callable[..., None], Callable[..., Any]]
 
 def watched() -> bool:
     """Whether operator calls must be visible: to a compiler, a transform of torch.func, a mode, a tracer or the profiler."""
-    return (
+    return bool(
         torch.compiler.is_compiling()
-        or torch._C._len_torch_dispatch_stack() > 0
-        or torch._C._len_torch_function_stack() > 0
-        or torch._C._are_functorch_transforms_active()
-        or torch._C._get_tracing_state() is not None
-        or torch._C._autograd._profiler_enabled()
+        or _dispatch_modes()
+        or _function_modes()
+        or _has_transforms()
+        or _tracing_state() is not None
+        or _profiler_enabled()
     )
+
+
+_dispatch_modes = torch._C._len_torch_dispatch_stack
+_function_modes = torch._C._len_torch_function_stack
+_has_transforms = torch._C._are_functorch_transforms_active
+_tracing_state = torch._C._get_tracing_state
+_profiler_enabled = torch._C._autograd._profiler_enabled
 
 
 class Operation:

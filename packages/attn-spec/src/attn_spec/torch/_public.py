@@ -26,6 +26,7 @@ from attn_spec.torch._arguments import (
 from attn_spec.torch._joint import JointLayout
 from attn_spec.torch._qat import QatOperators
 from attn_spec.torch._registration import register
+from attn_spec.torch._remembered import Remembered, remembered
 
 if TYPE_CHECKING:
     from attn_spec.torch._backend import TorchBackend
@@ -48,6 +49,8 @@ class Operators(QatOperators):
         self._backend, self._engine, self._kernels = backend, engine, kernels
         self._out_dtype: torch.dtype | None = None
         self._check = Acceptance(backend, engine)
+        prepare = getattr(kernels, "prepare", None)
+        self._remembered = None if prepare is None else Remembered(prepare)
         self._operations = register(namespace, kernels, backend.capabilities(engine))
 
     def __reduce__(self) -> tuple[Callable[..., Any], tuple[Any, ...]]:
@@ -65,6 +68,7 @@ class Operators(QatOperators):
                 found[f"{name}.forward_fp32"] = getattr(upcast, name)
         return found
 
+    @remembered
     def joint_attn_qk_gemm(
         self, q: Tensor, k: Tensor, *, scale: float | None = None, out_dtype: torch.dtype = torch.float32, contract: str | None = None
     ) -> Tensor:
@@ -88,6 +92,7 @@ class Operators(QatOperators):
         self._check("joint_attn_qk_gemm", {"q": q, "k": k}, {"scale": scale}, contract, q, k)
         return self._operations["joint_attn_qk_gemm"](q, k, scale_of(scale, q), out_dtype)
 
+    @remembered
     def joint_attn_softmax(self, scores: Tensor, *, key_padding_mask: Tensor | None = None, contract: str | None = None) -> Tensor:
         """Softmax over the last axis in tiles, combined left to right.
 
@@ -110,6 +115,7 @@ class Operators(QatOperators):
         operation = "joint_attn_softmax_v2" if contract == "ordered-v2" else "joint_attn_softmax"
         return self._operations[operation](scores, key_padding_mask, self._out_dtype or scores.dtype, wanted=1)[0]
 
+    @remembered
     def joint_attn_av_gemm(self, probs: Tensor, v: Tensor, *, contract: str | None = None) -> Tensor:
         """Output of joint attention: ``probs v``, one FMA chain over T for each output.
 
@@ -175,6 +181,7 @@ class Operators(QatOperators):
         out = self._run(1, (q, k, v, mask, mask, *(None,) * 10), False, scale, None, 0.0)[0]
         return out[:, :, :text], out[:, :, text:]
 
+    @remembered
     def attention(
         self,
         q: Tensor,
@@ -243,6 +250,7 @@ class Operators(QatOperators):
         found = self._run(2 if return_lse else 1, tensors, causal, scale, window, dropout_p, contract)
         return (found[0], found[1]) if return_lse else found[0]
 
+    @remembered
     def attention_varlen(
         self,
         q: Tensor,

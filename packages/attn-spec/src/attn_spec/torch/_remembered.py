@@ -1,0 +1,136 @@
+"""Eager calls like an earlier one, straight to a launch that was prepared then.
+
+Checks, defaults and the layers between a public function and its kernel take longer than a small kernel runs. For a call on plain tensors
+that needs no gradient all of them depend on its kind alone: the names of its arguments, shapes, strides, dtypes, devices and alignment of
+its tensors, and its plain options. So an engine may prepare a kind once (``Kernels.prepare``); later calls of that kind run what was
+prepared, with their own addresses. The results are those of the long way: the engine makes both of one launch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import wraps
+from typing import TYPE_CHECKING, Any, Concatenate, ParamSpec, TypeVar
+
+import torch
+from torch import Tensor
+from torch.autograd import forward_ad
+
+from attn_spec.torch._operation import PLAIN, watched
+
+if TYPE_CHECKING:
+    from attn_spec.torch._public import Operators
+
+__all__ = ["Remembered", "remembered"]
+
+Parameters = ParamSpec("Parameters")
+Result = TypeVar("Result")
+Launch = Callable[[list[int]], Any]
+"""A prepared call: the addresses of its tensors, in order, to fresh results."""
+
+_KINDS = 4096
+"""Kinds of calls that are remembered; then all are forgotten, so that ever new shapes take no memory."""
+_ALIGNMENT = 16
+"""Bytes of the widest access of a kernel; an address counts by its place within them."""
+_VALUES = frozenset({type(None), bool, int, float, str, torch.dtype})
+
+
+class Remembered:
+    """The prepared kinds of calls of one engine; None stands for a kind that the engine does not prepare."""
+
+    def __init__(self, prepare: Callable[..., Any]) -> None:
+        self.prepare = prepare
+        self.launches: dict[Any, Launch | None] = {}
+
+    def add(self, kind: Any, launch: Launch | None) -> None:
+        if len(self.launches) >= _KINDS:
+            self.launches.clear()
+        self.launches[kind] = launch
+
+
+def remembered(
+    function: Callable[Concatenate[Operators, Parameters], Result],
+) -> Callable[Concatenate[Operators, Parameters], Result]:
+    """``function`` of Operators with the short way in front of it."""
+    name = function.__name__
+
+    @wraps(function)
+    def call(self: Operators, /, *arguments: Parameters.args, **keywords: Parameters.kwargs) -> Result:
+        kinds = self._remembered
+        if kinds is None or watched() or torch._C._is_any_autocast_enabled() or forward_ad._current_level >= 0:
+            return function(self, *arguments, **keywords)
+        kind: list[Any] = [name, self._out_dtype, *keywords]
+        addresses: list[int] = []
+        if not _describe((*arguments, *keywords.values()), kind, addresses):
+            return function(self, *arguments, **keywords)
+        key = tuple(kind)
+        launch = kinds.launches.get(key)
+        if launch is not None:
+            found: Result = launch(addresses)
+            return found
+        found = function(self, *arguments, **keywords)
+        if key not in kinds.launches:
+            kinds.add(key, _prepare(self, kinds, function, arguments, keywords))
+        return found
+
+    return call
+
+
+def _describe(values: tuple[Any, ...], kind: list[Any], addresses: list[int]) -> bool:
+    """Appends what a launch depends on, and the address of each tensor; False for a call that always goes the long way: one that needs a
+    gradient, or has something that is neither a plain dense tensor nor a plain value. Types are part of a kind, since True equals 1."""
+    recorded = torch.is_grad_enabled()
+    for value in values:
+        what = type(value)
+        if what in PLAIN:
+            if value.layout is not torch.strided or value.is_nested or (recorded and value.requires_grad) or value.is_neg():
+                return False
+            address = value.data_ptr()
+            addresses.append(address)
+            kind += (value.shape, value.stride(), value.dtype, value.device, address % _ALIGNMENT)
+        elif what in _VALUES:
+            kind += (what, value)
+        elif what is tuple:
+            kind += (what, value, *map(type, value))
+        else:
+            return False
+    return True
+
+
+class _Noted:
+    """Stands for an operation and notes its arguments. What it returns stands for the results."""
+
+    def __init__(self, name: str, calls: list[tuple[str, tuple[Any, ...], int]]) -> None:
+        self._name, self._calls = name, calls
+
+    def __call__(self, *arguments: Any, wanted: int = 0) -> tuple[None, None]:
+        self._calls.append((self._name, arguments, wanted))
+        return None, None
+
+
+def _prepare(
+    operators: Operators, kinds: Remembered, function: Callable[..., Any], arguments: tuple[Any, ...], keywords: dict[str, Any]
+) -> Launch | None:
+    """The launch of an accepted call, or None: the engine prepares none, or the operation takes other tensors than the caller's own.
+
+    The call is made again with operations that only note their arguments, and with a tensor object of its own for every argument, so that
+    one that is given twice is told apart.
+    """
+    own = [value.detach() if isinstance(value, Tensor) else value for value in (*arguments, *keywords.values())]
+    calls: list[tuple[str, tuple[Any, ...], int]] = []
+    noting: Any = object.__new__(type(operators))
+    vars(noting).update(vars(operators), _operations={name: _Noted(name, calls) for name in operators._operations})
+    function(noting, *own[: len(arguments)], **dict(zip(keywords, own[len(arguments) :], strict=True)))
+    tensors = [value for value in own if isinstance(value, Tensor)]
+    ((name, taken, wanted),) = calls
+    order = [_place(value, tensors) for value in taken if isinstance(value, Tensor)]
+    if None in order:
+        return None
+    launch: Launch | None = kinds.prepare(name, taken, wanted)
+    if launch is None or order == list(range(len(tensors))):
+        return launch
+    return lambda addresses: launch([addresses[place] for place in order])  # type: ignore[index]
+
+
+def _place(tensor: Tensor, tensors: list[Tensor]) -> int | None:
+    return next((place for place, other in enumerate(tensors) if other is tensor), None)
