@@ -20,7 +20,7 @@ import pytest
 import torch
 from attn_spec import Problem as Described
 from attn_triton import _sm90_configuration, _sm90_launch
-from attn_triton._remembered_launch import Launches
+from attn_triton._remembered_launch import Kinds, Launches
 from attn_triton._sm90_configuration import CONFIGS, Sm90Config, TileConfig
 from sm90_calls import CALLS, CONTRACT, JOINTS, Problem, dense, joint, packed
 from torch import Tensor
@@ -93,7 +93,9 @@ def test_bytes_equal_the_model(on_gpu: Run, name: str) -> None:
     assert_same(on_gpu(problem), problem.results(attn_reference), name)
 
 
-@pytest.mark.parametrize("name", ("three segments", "starts, many rows", "lengths", "groups with sinks", "another layout"))
+@pytest.mark.parametrize(
+    "name", ("three segments", "starts, many rows", "lengths", "packed decode", "packed, padded segments", "another layout")
+)
 def test_launches_of_a_kind_are_remembered(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Calls of one kind with other values and at other addresses, forward and backward."""
     again: list[Launches] = []
@@ -107,6 +109,17 @@ def test_launches_of_a_kind_are_remembered(name: str, monkeypatch: pytest.Monkey
             assert_same(on_gpu(other), other.results(attn_reference), name)
     copies = name == "another layout"
     assert len(again) == (0 if copies else 4) and len({id(launches) for launches in again}) == (0 if copies else 2)
+
+
+def test_joint_launches_are_remembered(on_triton: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Prompts of other lengths in as many slots, forward and backward."""
+    again: list[Launches] = []
+    original = Launches.again
+    monkeypatch.setattr(Launches, "again", lambda self, tensors: (again.append(self), original(self, tensors))[1])
+    for lengths in ((70, 0, 33), (1, 69, 70)):
+        problem = joint(lengths, image=150, heads=4, kv_heads=2)
+        assert_same(problem.results(on_triton.functions, "cuda"), problem.results(attn_reference), str(lengths))
+    assert len(again) == 2
 
 
 @pytest.mark.parametrize("name", JOINTS)
@@ -163,9 +176,15 @@ def test_partials(on_triton: Run, head_dim: int) -> None:
 def test_packed_segments_share_programs(on_triton: Run, programs: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Fewer programs than blocks and segments, and none split at all."""
     problem = CALLS["packed decode, D 128, unequal"]()
-    wanted, grid = problem.results(attn_reference), _sm90_launch._segment_grid
+    wanted, blocks = problem.results(attn_reference), _sm90_launch.row_blocks
+
+    def fewer(launch: Launches, inputs: Any, sizes: Any, plan: Any, size: int, segments: int | None = None) -> Any:
+        grid = blocks(launch, inputs, sizes, plan, size, segments)
+        return grid if segments is None else replace(grid, programs=programs)
+
     with monkeypatch.context() as few:
-        few.setattr(_sm90_launch, "_segment_grid", lambda *arguments: replace(grid(*arguments), programs=programs))
+        few.setattr(_sm90_launch, "row_blocks", fewer)
+        few.setattr(_sm90_launch, "_KINDS", Kinds())
         assert_same(on_triton(problem), wanted, f"{programs} programs")
     monkeypatch.setattr(_sm90_launch, "MOST_WORKSPACE", 0)
     assert_same(on_triton(problem), wanted, "whole")

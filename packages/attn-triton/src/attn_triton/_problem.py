@@ -15,19 +15,7 @@ from torch import Tensor
 
 from attn_triton._key_index import key_index
 
-__all__ = [
-    "MAX_HEAD_DIM",
-    "MAX_KEYS",
-    "Arrays",
-    "Grid",
-    "Problem",
-    "Sizes",
-    "attention_problem",
-    "block_counts",
-    "key_grid",
-    "result_strides",
-    "row_grid",
-]
+__all__ = ["MAX_HEAD_DIM", "MAX_KEYS", "Arrays", "Grid", "Problem", "Sizes", "attention_problem", "key_grid", "result_strides", "row_grid"]
 
 MAX_HEAD_DIM = 256
 """Largest head dim of q, k and v that the kernels hold."""
@@ -223,13 +211,7 @@ def _grid(offsets: Tensor | None, used: Tensor | None, total: int, repeats: int,
 
 
 def _block_plan(offsets: Tensor, used: Tensor | None, total: int, repeats: int, size: int) -> Tensor:
-    """int64 [segments + 1]: how many blocks lie before each packed segment."""
-    blocks = block_counts(offsets, used, total, repeats, size)
-    return torch.cat((blocks.new_zeros(1), torch.cumsum(blocks, dim=0)))
-
-
-def block_counts(offsets: Tensor, used: Tensor | None, total: int, repeats: int, size: int) -> Tensor:
-    """int64 [segments]: blocks of ``size`` rows of each packed segment, whose rows are repeated ``repeats`` times.
+    """int64 [segments + 1]: how many blocks lie before each packed segment, whose rows are repeated ``repeats`` times.
 
     Built on the device without a synchronisation; offsets and lengths are clamped into the array, as the kernels do.
     """
@@ -237,4 +219,5 @@ def block_counts(offsets: Tensor, used: Tensor | None, total: int, repeats: int,
     lengths = (bounds[1:] - bounds[:-1]).clamp(min=0)
     if used is not None:
         lengths = torch.minimum(used.clamp(min=0), lengths)
-    return (lengths * repeats + (size - 1)).div(size, rounding_mode="floor")
+    blocks = (lengths * repeats + (size - 1)).div(size, rounding_mode="floor")
+    return torch.cat((blocks.new_zeros(1), torch.cumsum(blocks, dim=0)))

@@ -12,10 +12,11 @@ from torch import Tensor
 
 from attn_triton import _sm90_backward_kernel as kernel
 from attn_triton._configuration import on_device
-from attn_triton._problem import Problem, key_grid, result_strides, row_grid
+from attn_triton._problem import Problem, result_strides
 from attn_triton._remembered_launch import Kinds, Launches, kind_of
 from attn_triton._sm90_configuration import CONFIGS, Sm90Config
-from attn_triton._sm90_launch import check_supported, key_gap, options_of, problem_of, rows_of_tiles, tensors_of, traits
+from attn_triton._sm90_grid import fill_gap, key_blocks, new_gap, new_plans, row_blocks
+from attn_triton._sm90_launch import check_supported, options_of, problem_of, rows_of_tiles, tensors_of, traits
 
 __all__ = ["attention_backward"]
 
@@ -25,7 +26,7 @@ _KINDS = Kinds()
 
 @dataclass(frozen=True)
 class _Backward:
-    """One call; ``dout`` has columns side by side, ``origin`` and ``delta`` are float32 workspace (``_row_values``)."""
+    """One call; ``dout`` has columns side by side, ``origin`` and ``delta`` (``_row_values``), ``gap`` and ``plans`` are workspace."""
 
     launch: Launches
     inputs: AttentionInputs
@@ -34,6 +35,10 @@ class _Backward:
     origin: Tensor
     delta: Tensor
     gap: Tensor | None
+    plans: tuple[Tensor, ...]
+
+    def plan(self, number: int) -> Tensor | None:
+        return self.plans[number] if self.plans else None
 
     @property
     def config(self) -> Sm90Config:
@@ -45,7 +50,7 @@ class _Backward:
 
     def fill_rows(self, out: Tensor, lse: Tensor, dlse: Tensor | None) -> None:
         config, inputs = self.config.delta, self.inputs
-        grid = row_grid(inputs, self.problem.sizes, config.owners)
+        grid = row_blocks(self.launch, inputs, self.problem.sizes, self.plan(0), config.owners)
         if grid.programs == 0:
             return
         self.launch(
@@ -71,7 +76,7 @@ class _Backward:
 
     def query_gradients(self, dq: Tensor) -> None:
         config, inputs = self.config.queries, self.inputs
-        grid = row_grid(inputs, self.problem.sizes, config.owners)
+        grid = row_blocks(self.launch, inputs, self.problem.sizes, self.plan(1), config.owners)
         if grid.programs == 0 or dq.numel() == 0:
             return
         self.launch(
@@ -99,7 +104,7 @@ class _Backward:
     def key_gradients(self, dk: Tensor, dv: Tensor) -> None:
         inputs = self.inputs
         config = self.config.keys
-        grid = key_grid(inputs, self.problem.sizes, config.owners)
+        grid = key_blocks(self.launch, inputs, self.problem.sizes, self.plan(2), config.owners)
         if grid.programs == 0 or dk.numel() == 0:
             return
         problem = self.problem
@@ -178,15 +183,17 @@ def _run(inputs: AttentionInputs, dout: Tensor, dlse: Tensor | None, out: Tensor
     origin, delta = (_row_values(inputs, value) for value in (torch.inf, 0.0))
     batch = q.shape[0] if inputs.cu_seqlens_q is None else inputs.cu_seqlens_q.numel() - 1
     items = torch.empty((batch, q.shape[1]), dtype=torch.float32, device=q.device) if "sinks" in found else None
+    plans, gap = new_plans(inputs, 3), new_gap(inputs)
     given = (*tensors_of(inputs), dout, *rows)
-    tensors = (*given, origin, delta, items, *found.values())
+    tensors = (*given, origin, delta, items, gap, *plans, *found.values())
     kind, config = kind_of(given, *found, *options_of(inputs)), CONFIGS[q.shape[-1]]
     launches = _KINDS.get(kind, config)
     if launches is not None:
         launches.again(tensors)
         return
     launches = Launches(tensors, config)
-    call = _Backward(launches, inputs, problem_of(inputs), dout, origin, delta, key_gap(inputs))
+    call = _Backward(launches, inputs, problem_of(inputs), dout, origin, delta, gap, plans)
+    fill_gap(launches, inputs, gap)
     call.fill_rows(*rows)
     if "q" in found:
         call.query_gradients(found["q"])

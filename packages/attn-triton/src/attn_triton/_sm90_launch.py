@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import fields, replace
+from dataclasses import dataclass, fields, replace
 from operator import attrgetter
 from typing import Any
 
@@ -15,15 +15,15 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 
 from attn_triton import _sm90_forward_kernel as kernel
 from attn_triton._configuration import on_device
-from attn_triton._problem import Grid, Problem, Sizes, attention_problem, block_counts, result_strides, row_grid
+from attn_triton._problem import Problem, attention_problem, result_strides
 from attn_triton._remembered_launch import Kinds, Launches, kind_of
 from attn_triton._sm90_configuration import CONFIGS, HEAD_DIMS, TileConfig
+from attn_triton._sm90_grid import fill_gap, new_gap, new_plans, row_blocks
 
 __all__ = [
     "attention_forward",
     "attention_states",
     "check_supported",
-    "key_gap",
     "merged_states",
     "options_of",
     "problem_of",
@@ -66,6 +66,19 @@ def check_supported(inputs: AttentionInputs) -> None:
         raise UnsupportedProblem("attn_triton", [f"{reason} with contract {CONTRACT}; ordered-v1 has it" for reason in reasons])
 
 
+@dataclass(frozen=True)
+class _Call:
+    """One call; ``plans`` are workspace for those of its launches, two for packed inputs and none for others."""
+
+    launch: Launches
+    inputs: AttentionInputs
+    problem: Problem
+    plans: tuple[Tensor, ...] = ()
+
+    def plan(self, number: int) -> Tensor | None:
+        return self.plans[number] if self.plans else None
+
+
 def attention_forward(inputs: AttentionInputs) -> tuple[Tensor, Tensor]:
     """out (layout and dtype of q) and LSE (float32, ``inputs.row_shape``)."""
     check_supported(inputs)
@@ -77,8 +90,9 @@ def attention_forward(inputs: AttentionInputs) -> tuple[Tensor, Tensor]:
     if lse.numel() == 0:
         return out, lse
     parts = _workspace(lse, segments, q.shape[-1]) if segments > 1 else None
+    plans, gap = new_plans(inputs, 2), new_gap(inputs)
     given = tensors_of(inputs)
-    tensors = (*given, out, lse, *(parts or ()))
+    tensors = (*given, out, lse, gap, *plans, *(parts or ()))
     kind = kind_of(given, segments, *options_of(inputs))
     launches = _KINDS.get(kind, config)
     with on_device(q):
@@ -86,18 +100,15 @@ def attention_forward(inputs: AttentionInputs) -> tuple[Tensor, Tensor]:
             launches.again(tensors)
         else:
             launches = Launches(tensors, config)
-            _launch(launches, inputs, segments, parts, out, lse)
+            call = _Call(launches, inputs, problem_of(inputs), plans)
+            if parts is None:
+                fill_gap(launches, inputs, gap)
+                _whole(call, gap, out, lse)
+            else:
+                _states(call, segments, parts)
+                _merge(call, segments, parts, out, lse)
             _KINDS.keep(kind, launches)
     return out, lse
-
-
-def _launch(launch: Launches, inputs: AttentionInputs, segments: int, parts: States | None, out: Tensor, lse: Tensor) -> None:
-    problem, factor = problem_of(inputs), score_factor(inputs.scale)
-    if parts is None:
-        _whole(launch, inputs, problem, factor, out, lse)
-    else:
-        _states(launch, inputs, problem, factor, segments, parts)
-        _merge(launch, inputs, problem, segments, parts, out, lse)
 
 
 def traits(inputs: AttentionInputs) -> dict[str, Any]:
@@ -109,15 +120,6 @@ def traits(inputs: AttentionInputs) -> dict[str, Any]:
         "PACKED": inputs.packed,
         "GARBAGE": inputs.packed or inputs.kv_lengths is not None,
     }
-
-
-def key_gap(inputs: AttentionInputs) -> Tensor | None:
-    """int64 [B, 2]: the first masked key and the one after the last, where ``key_mask`` is given (``JointLayout.key_mask``)."""
-    if inputs.key_mask is None:
-        return None
-    kept = inputs.key_mask.to(torch.int64)
-    begin = kept.cumprod(1).sum(1)
-    return torch.stack((begin, begin + kept.shape[1] - kept.sum(1)), 1)
 
 
 def rows_of_tiles(tensor: Tensor, packed: bool, size: int) -> TensorDescriptor:
@@ -134,7 +136,7 @@ def rows_of_tiles(tensor: Tensor, packed: bool, size: int) -> TensorDescriptor:
 
 
 def problem_of(inputs: AttentionInputs) -> Problem:
-    """The call for kernels that take masked keys as ``key_gap``."""
+    """The call for kernels that take masked keys as a gap."""
     return attention_problem(inputs if inputs.key_mask is None else replace(inputs, key_mask=None))
 
 
@@ -161,34 +163,23 @@ def _segments(inputs: AttentionInputs) -> int:
     return max(segments, 1) if splits else 1
 
 
-def _segment_grid(inputs: AttentionInputs, sizes: Sizes, size: int, segments: int) -> Grid:
-    """Blocks of ``size`` rows times segments of keys; packed: as many programs as there are when no segment has many of both."""
-    grid = row_grid(inputs, sizes, size)
-    if grid.plan is None:
-        return replace(grid, programs=grid.programs * segments)
-    assert inputs.cu_seqlens_k is not None
-    keys = block_counts(inputs.cu_seqlens_k, inputs.seqlens_k, sizes.keys, 1, kernel.SEGMENT_KEYS).clamp(min=1)
-    plan = torch.cat((grid.plan[:1], torch.cumsum((grid.plan[1:] - grid.plan[:-1]) * keys, dim=0)))
-    return Grid(plan, 0, grid.programs + (sizes.keys // kernel.SEGMENT_KEYS) * sizes.kv_heads)
-
-
-def _whole(launch: Launches, inputs: AttentionInputs, problem: Problem, factor: float, out: Tensor, lse: Tensor) -> None:
-    configs, sizes = CONFIGS[inputs.q.shape[-1]], problem.sizes
-    rows = sizes.queries * sizes.group
-    config = configs.segments if rows <= configs.segments.owners and not inputs.packed else configs.forward
-    grid = row_grid(inputs, problem.sizes, config.owners)
+def _whole(call: _Call, gap: Tensor | None, out: Tensor, lse: Tensor) -> None:
+    inputs, sizes, configs = call.inputs, call.problem.sizes, CONFIGS[out.shape[-1]]
+    few = not inputs.packed and sizes.queries * sizes.group <= configs.segments.owners
+    config = configs.segments if few else configs.forward
+    grid = row_blocks(call.launch, inputs, sizes, call.plan(0), config.owners)
     if grid.programs == 0:
         return
-    launch(
+    call.launch(
         kernel.attention_forward,
         grid.programs,
-        problem.arrays,
-        problem.sizes.encoded,
+        call.problem.arrays,
+        sizes.encoded,
         grid.plan,
         grid.per_item,
         *_key_tiles(inputs),
-        key_gap(inputs),
-        factor,
+        gap,
+        score_factor(inputs.scale),
         out,
         *result_strides(out, inputs.packed),
         lse,
@@ -205,7 +196,7 @@ def attention_states(inputs: AttentionInputs, count: int) -> States:
     parts = _workspace(inputs.q.new_empty(inputs.row_shape, dtype=torch.float32), count, inputs.q.shape[-1])
     if parts[0].numel():
         with on_device(inputs.q):
-            _states(Launches(), inputs, problem_of(inputs), score_factor(inputs.scale), count, parts)
+            _states(_Call(Launches(), inputs, problem_of(inputs)), count, parts)
     return parts
 
 
@@ -218,7 +209,7 @@ def merged_states(n: Tensor, l: Tensor, o: Tensor, sinks: Tensor | None, dtype: 
         inputs = AttentionInputs(out, keys, keys, sinks=sinks)
         with on_device(out):
             states = n.contiguous(), l.contiguous(), o.contiguous()
-            _merge(Launches(), inputs, attention_problem(inputs), segments, states, out, lse)
+            _merge(_Call(Launches(), inputs, attention_problem(inputs)), segments, states, out, lse)
     return out, lse
 
 
@@ -228,21 +219,21 @@ def _workspace(rows: Tensor, segments: int, width: int) -> States:
     return rows.new_empty(shape), rows.new_empty(shape), rows.new_empty((*shape, width))
 
 
-def _states(launch: Launches, inputs: AttentionInputs, problem: Problem, factor: float, segments: int, parts: States) -> None:
-    sizes = problem.sizes
+def _states(call: _Call, segments: int, parts: States) -> None:
+    inputs, sizes = call.inputs, call.problem.sizes
     rows = sizes.queries * sizes.group // (sizes.batch if inputs.packed else 1)
     config = _few_rows(CONFIGS[inputs.q.shape[-1]].segments, rows)
-    grid = _segment_grid(inputs, sizes, config.owners, segments)
-    launch(
+    grid = row_blocks(call.launch, inputs, sizes, call.plan(0), config.owners, segments)
+    call.launch(
         kernel.attention_segments,
         grid.programs,
-        problem.arrays,
+        call.problem.arrays,
         sizes.encoded,
         grid.plan,
         grid.per_item,
         segments,
         *_key_tiles(inputs),
-        factor,
+        score_factor(inputs.scale),
         *parts,
         ROWS=config.owners,
         STAGES=config.stages,
@@ -251,14 +242,14 @@ def _states(launch: Launches, inputs: AttentionInputs, problem: Problem, factor:
     )
 
 
-def _merge(launch: Launches, inputs: AttentionInputs, problem: Problem, segments: int, parts: States, out: Tensor, lse: Tensor) -> None:
-    config = CONFIGS[out.shape[-1]].merge
-    grid = row_grid(inputs, problem.sizes, config.owners)
-    launch(
+def _merge(call: _Call, segments: int, parts: States, out: Tensor, lse: Tensor) -> None:
+    inputs, sizes, config = call.inputs, call.problem.sizes, CONFIGS[out.shape[-1]].merge
+    grid = row_blocks(call.launch, inputs, sizes, call.plan(1), config.owners)
+    call.launch(
         kernel.attention_merge,
         grid.programs,
-        problem.arrays,
-        problem.sizes.encoded,
+        call.problem.arrays,
+        sizes.encoded,
         grid.plan,
         grid.per_item,
         segments,
