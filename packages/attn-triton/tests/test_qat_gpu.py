@@ -12,9 +12,14 @@ import attn_reference
 import attn_triton
 import pytest
 import torch
+import triton
+import triton.language as tl
 from attn_spec import Problem as Described
 from attn_spec import QATConfig
 from attn_triton import _qat_sm90_launch
+from attn_triton._nvfp4_kernel import quantized_along_columns, quantized_along_rows
+from attn_triton._nvfp4_launch import constant_scales
+from attn_triton._nvfp4_sm90_kernel import p_along_columns, p_along_rows, reciprocal
 from attn_triton._qat_sm90_launch import CONFIGS, QatConfigs
 from attn_triton._sm90_configuration import TileConfig
 from attn_triton.backend import BACKEND
@@ -176,6 +181,49 @@ def test_dv_does_not_collapse_with_length(keys: int, contract: str) -> None:
     uniform = on_gpu(problem.edited(q=torch.zeros_like(problem.tensors["q"])))["dv"][0, 0].double()
     expected = (dout.sum(0, keepdim=True) / keys).expand_as(uniform)
     assert cosine(uniform, expected) > 0.9999 and abs(float(uniform.norm() / expected.norm()) - 1) < 0.01
+
+
+@triton.jit
+def _reciprocals(x, out, N: tl.constexpr):
+    at = tl.program_id(0) * N + tl.arange(0, N)
+    tl.store(out + at, reciprocal(tl.load(x + at)))
+
+
+@pytest.mark.parametrize("exponent", (-60, -33, -1, 0, 33))
+def test_the_reciprocal_is_ieee(exponent: int) -> None:
+    """Every binary32 number of a binade."""
+    x = (torch.arange(1 << 23, dtype=torch.int32, device="cuda") | ((127 + exponent) << 23)).view(torch.float32)
+    found = torch.empty_like(x)
+    _reciprocals[(len(x) // 1024,)](x, found, 1024, enable_fp_fusion=False)
+    assert torch.equal(found, 1 / x)
+
+
+@triton.jit(do_not_specialize=["encode", "decode"])
+def _quantizers(x, found, wanted, encode, decode, HALF: tl.constexpr, ALONG_ROWS: tl.constexpr):
+    at = tl.program_id(0) * 64 * 128 + (tl.arange(0, 64)[:, None] * 128 + tl.arange(0, 128)[None, :])
+    p = tl.load(x + at)
+    up, down = tl.full([1, 1], encode, tl.float32), tl.full([1, 1], decode, tl.float32)
+    if ALONG_ROWS:
+        tl.store(found + at, p_along_rows(p, up, down) * down)
+        tl.store(wanted + at, quantized_along_rows(p, up, down))
+    else:
+        tl.store(found + at, p_along_columns(p, up, down, HALF).to(tl.float32) * down)
+        tl.store(wanted + at, quantized_along_columns(p, up, down))
+
+
+@pytest.mark.parametrize("outer", (1.0, 2688.0, 2.0**24, 2.0**-24, 3.7, 1e5))
+def test_the_branchless_quantizer_has_the_bits(outer: float) -> None:
+    """Blocks of every size from zero to far beyond what a scale holds, and ties of codes."""
+    generator = torch.Generator("cuda").manual_seed(1)
+    x = torch.rand(256, 64, 128, device="cuda", generator=generator)
+    x *= torch.exp2(-30 * torch.rand(256, 64, 8, device="cuda", generator=generator) ** 2).repeat_interleave(16, 2)
+    x[:8] = torch.randint(0, 256, (8, 64, 128), device="cuda", generator=generator) / 16 / max(1.0, outer)
+    x[8:12], x[12:16, :, ::3] = 0, 0
+    for half in (tl.bfloat16, tl.float16):
+        for along_rows in (False, True):
+            found, wanted = torch.full_like(x, torch.nan), torch.full_like(x, torch.nan)
+            _quantizers[(len(x),)](x, found, wanted, *constant_scales(outer), half, along_rows, enable_fp_fusion=False)
+            assert torch.equal(found.view(torch.int32), wanted.view(torch.int32)), f"{half} {along_rows}"
 
 
 def cosine(a: torch.Tensor, b: torch.Tensor) -> float:

@@ -55,31 +55,27 @@ def _rounded_e2m1(y):
 
 
 @device_function
-def _quantized(x, scale, decode, DECODED: tl.constexpr):
+def _quantized(x, scale, decode):
     """Values of blocks x whose ``scale`` broadcasts against them."""
     live = (scale == scale) & (scale != 0.0)
     inverse = tl.div_rn(tl.full(scale.shape, 1.0, tl.float32), tl.where(live, scale * decode, 1.0))
-    value = _rounded_e2m1(x * inverse) * scale
-    if DECODED:
-        value = value * decode
-    return tl.where(scale == 0.0, 0.0, value)
+    return tl.where(scale == 0.0, 0.0, _rounded_e2m1(x * inverse) * scale * decode)
 
 
 @device_function
-def quantized_along_columns(x, encode, decode, DECODED: tl.constexpr):
-    """x float32 [R, C] rounded in blocks of 16 columns; ``encode`` and ``decode`` are [R, 1] or [1, 1]. Without DECODED the
-    values are those before the product with ``decode``, with at most six significant bits."""
+def quantized_along_columns(x, encode, decode):
+    """x float32 [R, C] rounded in blocks of 16 columns; ``encode`` and ``decode`` are [R, 1] or [1, 1]."""
     blocks = tl.reshape(x, [x.shape[0], x.shape[1] // BLOCK, BLOCK])
     scale = _block_scale(_largest(blocks, 2), encode)
-    return tl.reshape(_quantized(blocks, scale[:, :, None], decode[:, :, None], DECODED), x.shape)
+    return tl.reshape(_quantized(blocks, scale[:, :, None], decode[:, :, None]), x.shape)
 
 
 @device_function
-def quantized_along_rows(x, encode, decode, DECODED: tl.constexpr):
+def quantized_along_rows(x, encode, decode):
     """x float32 [R, C] rounded in blocks of 16 rows; ``encode`` and ``decode`` are [1, C] or [1, 1]."""
     blocks = tl.reshape(x, [x.shape[0] // BLOCK, BLOCK, x.shape[1]])
     scale = _block_scale(_largest(blocks, 1), encode)
-    return tl.reshape(_quantized(blocks, scale[:, None, :], decode[:, None, :], DECODED), x.shape)
+    return tl.reshape(_quantized(blocks, scale[:, None, :], decode[:, None, :]), x.shape)
 
 
 @device_function
@@ -145,9 +141,9 @@ def fake_quantize(
             else:
                 up, down = _outer_scales(tl.full([1, 1], 0.0, tl.float32) + _largest(_largest(x, 1), 0))
             if ALONG_TOKENS:
-                values = quantized_along_rows(x, up, down, True)
+                values = quantized_along_rows(x, up, down)
             else:
-                values = quantized_along_columns(x, up, down, True)
+                values = quantized_along_columns(x, up, down)
             _store(quantized + into, values, present, INTEGER_ROUNDING)
 
 

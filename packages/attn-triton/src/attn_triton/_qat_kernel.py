@@ -31,9 +31,9 @@ def _weights(x, m, encode, decode, QUANTIZE: tl.constexpr, ROWS_FIRST: tl.conste
     if QUANTIZE:
         up, down = tl.full([1, 1], encode, tl.float32), tl.full([1, 1], decode, tl.float32)
         if ROWS_FIRST:
-            e = quantized_along_columns(e, up, down, True)
+            e = quantized_along_columns(e, up, down)
         else:
-            e = quantized_along_rows(e, up, down, True)
+            e = quantized_along_rows(e, up, down)
         e = tl.where(masked, 0.0, e)
     return e, masked
 

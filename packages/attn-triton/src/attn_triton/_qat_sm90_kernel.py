@@ -12,7 +12,7 @@ import triton.language as tl
 
 from attn_triton._attention_forward_kernel import _ln
 from attn_triton._device_function import device_function
-from attn_triton._nvfp4_kernel import quantized_along_columns, quantized_along_rows
+from attn_triton._nvfp4_sm90_kernel import p_along_columns, p_along_rows
 from attn_triton._scores_kernel import row_values
 from attn_triton._sm90_arithmetic_kernel import LN2, LOG2E, add_rn, class_sums, ex2, row_sum, tree_sum, zero_if_dead
 from attn_triton._sm90_backward_kernel import PAD, _line, _row_block, _rows_of_queries, _store_block
@@ -53,7 +53,7 @@ def _output_tile(
     p = ex2(tl.fma(s, c, -z[:, None]))
     classes = classes + class_sums(p, M, N)
     if QUANTIZE:
-        p = quantized_along_columns(p, encode, decode, False)
+        p = p_along_columns(p, encode, decode, q.dtype)
         if MASKED:
             p = tl.where(_seen(rows, tile), p, 0.0)
     v = key_block(v_tiles, item, kv_head, tile * N, N, D, PACKED)
@@ -385,7 +385,7 @@ def qat_key_gradients(
                 e = tl.where(inside[:, None], e, 0.0)
             w = e
             if QUANTIZE:
-                w = quantized_along_rows(e, scale_up, scale_down, False)
+                w = p_along_rows(e, scale_up, scale_down)
             else:
                 w = e.to(q.dtype).to(tl.float32)
             w = w * tl.load(decoders + line + query)[None, :]

@@ -38,7 +38,7 @@ class QatConfigs:
 
 CONFIGS = {
     64: QatConfigs(TileConfig(64, 4, 2), TileConfig(64, 4, 2), TileConfig(64, 4, 2), TileConfig(64, 4, 2, others=64)),
-    128: QatConfigs(TileConfig(64, 4, 2), TileConfig(128, 8, 2), TileConfig(128, 8, 2), TileConfig(64, 4, 2, others=64)),
+    128: QatConfigs(TileConfig(128, 8, 2), TileConfig(128, 8, 2), TileConfig(128, 8, 2), TileConfig(64, 4, 2, others=64)),
 }
 """By head dim."""
 
