@@ -11,7 +11,6 @@ enqueue it hides behind the GPU's; inputs are read again from memory where they 
 
 from __future__ import annotations
 
-import json
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -81,17 +80,6 @@ def run(case: Case, rounds: int, report: measuring.Report) -> None:
     report.save()
 
 
-def keep_others(report: measuring.Report, path: Path) -> None:
-    """Take what the file at ``path`` has of cases that this run has no row of; its environment becomes the fact "earlier"."""
-    before = json.loads(path.read_text())
-    new = {row["case"] for row in report.results}
-    report.results = [row for row in before["results"] if row["case"] not in new] + report.results
-    report.ratios = [row for row in before["ratios"] if row["case"] not in new] + report.ratios
-    report.refused = {what: why for what, why in before["refused"].items() if not any(case in what for case in new)} | report.refused
-    report.facts["earlier"] = before["environment"]
-    report.save()
-
-
 def main() -> None:
     parser = measuring.options(__doc__, rounds=20)
     parser.add_argument("--add", type=Path, help="an earlier result file, whose rows of other cases are kept")
@@ -107,7 +95,7 @@ def main() -> None:
             with report.guarded(str(case)):
                 run(case, options.rounds, report)
     if options.add is not None:
-        keep_others(report, options.add)
+        report.keep_others(options.add)
     report.finish()
 
 

@@ -183,6 +183,16 @@ class Report:
                 self.ratios = [row for row in self.ratios if {name: row[name] for name in row if name != "times_faster"} != key]
                 self.ratios.append({**key, "times_faster": found})
 
+    def keep_others(self, path: Path) -> None:
+        """Take what the file at ``path`` has of cases that this run has no row of; its environment becomes the fact "earlier"."""
+        before = json.loads(path.read_text())
+        new = {row["case"] for row in self.results}
+        self.results = [row for row in before["results"] if row["case"] not in new] + self.results
+        self.ratios = [row for row in before["ratios"] if row["case"] not in new] + self.ratios
+        self.refused = {what: why for what, why in before["refused"].items() if not any(case in what for case in new)} | self.refused
+        self.facts["earlier"] = before["environment"]
+        self.save()
+
     def save(self) -> None:
         document = {
             "environment": {**environment(), "method": self.method, "wall_seconds": self.elapsed(), **self.facts},

@@ -5,7 +5,9 @@ its deterministic backward). Rates count 4*D operations for each visible pair fo
 Decode is timed as a CUDA graph, with the bytes of the keys and values that it reads. Before anything is timed, rows of the output are
 compared in bytes with the CPU model, and errors against float64 are taken beside those of torch's flash attention.
 
-    python benchmarks/sm90_gpu.py --output sm90.json [--rounds 10] [--cases d128,d64-causal] [--peers fa3]
+    python benchmarks/sm90_gpu.py --output sm90.json [--rounds 10] [--cases d128,d64-causal] [--peers fa3] [--add FILE]
+
+``--add`` keeps the rows of other cases that FILE, an earlier result, has.
 """
 
 from __future__ import annotations
@@ -15,6 +17,7 @@ import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import attn_reference
@@ -211,6 +214,7 @@ def main() -> None:
     parser = measuring.options(__doc__, rounds=10)
     parser.add_argument("--cases", default=",".join(LAYERS), help="names, comma separated")
     parser.add_argument("--peers", default=",".join(PEERS), help="names, comma separated; flex compiles for each case, which takes a while")
+    parser.add_argument("--add", type=Path, help="an earlier result file, whose rows of other cases are kept")
     options = parser.parse_args()
     peers = options.peers.split(",")
     device = measuring.cuda_device("sm90_gpu")
@@ -228,6 +232,8 @@ def main() -> None:
                 report.compare(backend, peer)
         report.save()
         torch.cuda.empty_cache()
+    if options.add is not None:
+        report.keep_others(options.add)
     report.finish()
 
 

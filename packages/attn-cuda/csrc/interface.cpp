@@ -1,5 +1,10 @@
-// The table of attn/cuda/interface.h, a symbol of the compiled module that needs no interpreter state.
+// The tables of attn/cuda/interface.h and sm90_interface.h, symbols of the compiled module that need no interpreter state.
 #include "attention.h"
+#include "attn/cuda/sm90_interface.h"
+#ifdef ATTN_CUDA_SM90
+#include "hopper/backward.h"
+#include "hopper/forward.h"
+#endif
 
 extern "C" __attribute__((visibility("default"))) const attn_cuda_interface* attn_cuda_interface_v1() {
   static const attn_cuda_interface table = {
@@ -18,4 +23,16 @@ extern "C" __attribute__((visibility("default"))) const attn_cuda_interface* att
       attn_cuda_attention_backward,
   };
   return &table;
+}
+
+extern "C" __attribute__((visibility("default"))) const attn_cuda_sm90_interface* attn_cuda_sm90_interface_v1() {
+#ifdef ATTN_CUDA_SM90
+  static const attn_cuda_sm90_interface table = {
+      ATTN_CUDA_SM90_INTERFACE_VERSION, sizeof(attn_cuda_attention),       sizeof(attn_cuda_sm90_results), sizeof(attn_cuda_sm90_gradients),
+      attn_cuda_sm90_forward_workspace, attn_cuda_sm90_backward_workspace, attn_cuda_sm90_forward,         attn_cuda_sm90_backward,
+  };
+  return &table;
+#else
+  return nullptr;
+#endif
 }

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import fcntl
 import os
 from collections.abc import Iterator
@@ -42,6 +43,22 @@ def fake_cuda(fakes: Fakes, monkeypatch: pytest.MonkeyPatch) -> Iterator[Fakes]:
     fakes.handle.fake_cuda_set(0, 0, 0)
     assert _cuda.bind(fakes.handle, fakes.handle.attn_cuda_interface_v1()).reason is None
     for _ in installed(fakes, "cuda", monkeypatch):
+        fakes.take_log()
+        yield fakes
+    fakes.handle.fake_cuda_set(0, 0, 0)
+
+
+@pytest.fixture
+def fake_sm90(fakes: Fakes, monkeypatch: pytest.MonkeyPatch) -> Iterator[Fakes]:
+    """The same for contract sm90-v1 over its own table."""
+    from attn_jax_rocm_sink import _cuda
+    from attn_spec._sm90 import ex2_table
+
+    fakes.handle.fake_cuda_set(0, 0, 0)
+    fakes.handle.fake_sm90_set(ctypes.c_void_p(ex2_table().ctypes.data))
+    assert _cuda.bind(fakes.handle, fakes.handle.attn_cuda_interface_v1()).reason is None
+    assert _cuda.bind_sm90(fakes.handle, fakes.sm90_table()) == ""
+    for _ in installed(fakes, "cuda_sm90", monkeypatch):
         fakes.take_log()
         yield fakes
     fakes.handle.fake_cuda_set(0, 0, 0)

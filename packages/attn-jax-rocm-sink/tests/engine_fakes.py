@@ -27,9 +27,11 @@ SOURCES = {
     CMAKE / "host_dispatch.cpp": ["-DATTN_HOST_HAS_baseline", '-DATTN_HOST_FINGERPRINT="fake"'],
     CSRC / "host/engine.cc": [],
     CSRC / "cuda/engine.cc": [],
+    CSRC / "cuda/sm90_engine.cc": [],
     CSRC / "cuda/questions.cc": [],
     CSRC / "xla/build.cc": [f'-DATTN_BUILD_JAXLIB="{jaxlib_version.__version__}"'],
     TESTS / "fakes/attn_cuda.cc": [],
+    TESTS / "fakes/attn_cuda_sm90.cc": [],
     TESTS / "fakes/engines.cc": [],
     TESTS / "fakes/ck_runtime.cc": [],
 }
@@ -71,8 +73,12 @@ class Fakes:
         self.handle = ctypes.CDLL(str(path))
         for name in ("fake_take_log", "fake_run", "fake_buffers"):
             getattr(self.handle, name).restype = ctypes.c_char_p
-        for name in ("attn_cuda_interface_v1", "fake_table_of_version", "fake_table_of_size"):
+        for name in ("attn_cuda_interface_v1", "fake_table_of_version", "fake_table_of_size", "fake_sm90_table"):
             getattr(self.handle, name).restype = ctypes.c_void_p
+
+    def sm90_table(self, *, version: int = 1, results_bytes: int = 2 * ctypes.sizeof(ctypes.c_void_p)) -> int:
+        """Address of the table of contract sm90-v1."""
+        return int(self.handle.fake_sm90_table(ctypes.c_int64(version), ctypes.c_int64(results_bytes)))
 
     def set_aiter(self, *, has_kernel: bool = True, more_bytes: int = 0, gpu: str = "gfx942") -> None:
         """What the fake AITER does: whether it has a kernel, bytes that it asks for beyond its need, and the GPU that it sees."""
@@ -162,5 +168,9 @@ def installed(fakes: Fakes, engine: str, monkeypatch: Any) -> Iterator[None]:
     library = _ffi.register(engine, fakes.path, fakes.handle)
     load = _ffi.load
     monkeypatch.setattr(_ffi, "load", lambda name="host": library if name == engine else load(name))
-    monkeypatch.setitem(_engines.ENGINES, engine, dataclasses.replace(_engines.ENGINES[engine], unavailable=lambda: None))
+    public = engine.removesuffix("_sm90")
+    usable = dataclasses.replace(_engines.ENGINES[public], unavailable=lambda: None)
+    if public != engine:
+        usable = dataclasses.replace(usable, sm90_reasons=lambda problem: ())
+    monkeypatch.setitem(_engines.ENGINES, public, usable)
     yield

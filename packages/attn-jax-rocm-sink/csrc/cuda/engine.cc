@@ -16,18 +16,20 @@ const attn_cuda_interface& table() {
   return *found;
 }
 
-void check(int code, const char* function) {
+}  // namespace
+
+void check_cuda(int code, const char* function) {
   if (code == 0) return;
   const std::string text = std::string("attn-cuda ") + function + ": " + table().message(code) + " (code " + std::to_string(code) + ")";
   if (code < 0) throw InvalidCall(text);
   throw std::runtime_error(text);
 }
 
-attn_cuda_array array(const void* data, DType dtype, const Strides& strides) {
+attn_cuda_array cuda_array(const void* data, DType dtype, const Strides& strides) {
   return {data, static_cast<int32_t>(dtype), {strides.batch, strides.head, strides.row, strides.column}};
 }
 
-attn_cuda_attention problem_of(const Config& config, const Tensors& tensors) {
+attn_cuda_attention cuda_problem(const Config& config, const Tensors& tensors) {
   attn_cuda_attention problem{};
   problem.batch = config.batch;
   problem.heads = config.heads;
@@ -36,9 +38,9 @@ attn_cuda_attention problem_of(const Config& config, const Tensors& tensors) {
   problem.keys = config.keys;
   problem.head_dim = config.head_dim;
   problem.value_dim = config.value_dim;
-  problem.q = array(tensors.q, config.dtype, config.q);
-  problem.k = array(tensors.k, config.dtype, config.k);
-  problem.v = array(tensors.v, config.dtype, config.v);
+  problem.q = cuda_array(tensors.q, config.dtype, config.q);
+  problem.k = cuda_array(tensors.k, config.dtype, config.k);
+  problem.v = cuda_array(tensors.v, config.dtype, config.v);
   problem.key_mask = tensors.key_padding_mask;
   problem.kv_lengths = tensors.kv_lengths;
   problem.q_start = tensors.q_start;
@@ -63,9 +65,11 @@ attn_cuda_attention problem_of(const Config& config, const Tensors& tensors) {
   return problem;
 }
 
+namespace {
+
 attn_cuda_attention_gradients gradients_of(const Config& config, const Tensors& tensors) {
   attn_cuda_attention_gradients gradients{};
-  gradients.dout = array(tensors.dout, config.out_dtype, config.out);
+  gradients.dout = cuda_array(tensors.dout, config.out_dtype, config.out);
   gradients.dlse = tensors.dlse;
   gradients.row_max = tensors.row_max;
   gradients.row_sum = tensors.row_sum;
@@ -78,7 +82,8 @@ attn_cuda_attention_gradients gradients_of(const Config& config, const Tensors& 
   return gradients;
 }
 
-// attn-cuda sizes its workspace from which pointers are null and how they are aligned: XLA's buffers are aligned.
+}  // namespace
+
 Tensors planned(const Config& config, Pass pass, const Kept& kept) {
   Tensors tensors{};
   for (const auto& names : {operands(config, pass, kept), results(config, pass, kept)})
@@ -86,15 +91,17 @@ Tensors planned(const Config& config, Pass pass, const Kept& kept) {
   return tensors;
 }
 
+namespace {
+
 int64_t workspace_bytes(const Config& config, Pass pass, const Tensors& tensors) {
   const int device = static_cast<int>(config.device);
-  const attn_cuda_attention problem = problem_of(config, tensors);
+  const attn_cuda_attention problem = cuda_problem(config, tensors);
   int64_t bytes = 0;
   if (pass == Pass::forward) {
-    check(table().forward_workspace(device, &problem, &bytes), "forward_workspace");
+    check_cuda(table().forward_workspace(device, &problem, &bytes), "forward_workspace");
   } else {
     const attn_cuda_attention_gradients gradients = gradients_of(config, tensors);
-    check(table().backward_workspace(device, &problem, &gradients, &bytes), "backward_workspace");
+    check_cuda(table().backward_workspace(device, &problem, &gradients, &bytes), "backward_workspace");
   }
   return bytes;
 }
@@ -105,7 +112,8 @@ void require_aligned(const Config& config, Pass pass, const Tensors& tensors, co
     throw InvalidCall("an array is not aligned to 16 bytes, and the workspace has no room to copy it");
 }
 
-// Whether a pass has nothing to write.
+}  // namespace
+
 bool is_empty(const Config& config, Pass pass) {
   if (pass == Pass::forward) return rows_of(config) == 0;
   const int64_t outer = outer_of(config), keys = outer * config.kv_heads * config.keys;
@@ -114,7 +122,11 @@ bool is_empty(const Config& config, Pass pass) {
            (wants(config, kDbias) && bias_count(config) > 0));
 }
 
-}  // namespace
+void add_cuda_reasons(const Config& config, Reasons& reasons) {
+  const int64_t longest = config.queries > config.keys ? config.queries : config.keys;
+  reasons.add(longest > kMostSize, "length " + std::to_string(longest) + " (supported: up to " + std::to_string(kMostSize) + ")");
+  reasons.add(config.alignment == Alignment::top_left, "top-left alignment without q_start (supported: q_start)");
+}
 
 std::string bind_cuda(const attn_cuda_interface* candidate) {
   if (candidate == nullptr) return "attn-cuda gave no table of functions";
@@ -134,9 +146,7 @@ std::string CudaEngine::refuse(const Config& config, Pass) const {
   reasons.add(has_dropout(config), "dropout (not supported)");
   const int64_t widest = config.head_dim > config.value_dim ? config.head_dim : config.value_dim;
   reasons.add(widest > kMostHeadDim, "head_dim=" + std::to_string(widest) + " (supported: up to " + std::to_string(kMostHeadDim) + ")");
-  const int64_t longest = config.queries > config.keys ? config.queries : config.keys;
-  reasons.add(longest > kMostSize, "length " + std::to_string(longest) + " (supported: up to " + std::to_string(kMostSize) + ")");
-  reasons.add(config.alignment == Alignment::top_left, "top-left alignment without q_start (supported: q_start)");
+  add_cuda_reasons(config, reasons);
   reasons.add(config.packed != 0 && has_bias(config), "a bias of packed input");
   reasons.add(has_bias(config) && config.bias_dtype != DType::float32, "a bias that is not float32");
   return reasons.text();
@@ -149,18 +159,19 @@ void CudaEngine::size(const Config& config, Pass pass, Plan& plan) const {
 void CudaEngine::run_forward(const Config& config, const Tensors& tensors, const Workspace& workspace, void* stream) const {
   if (is_empty(config, Pass::forward)) return;
   require_aligned(config, Pass::forward, tensors, kept());
-  const attn_cuda_attention problem = problem_of(config, tensors);
+  const attn_cuda_attention problem = cuda_problem(config, tensors);
   const attn_cuda_attention_results results{tensors.out, static_cast<int32_t>(config.out_dtype), tensors.lse, tensors.row_max,
                                             tensors.row_sum};
-  check(table().forward(static_cast<int>(config.device), stream, &problem, &results, workspace.part<void>("attn_cuda")), "forward");
+  check_cuda(table().forward(static_cast<int>(config.device), stream, &problem, &results, workspace.part<void>("attn_cuda")), "forward");
 }
 
 void CudaEngine::run_backward(const Config& config, const Tensors& tensors, const Workspace& workspace, void* stream) const {
   if (is_empty(config, Pass::backward)) return;
   require_aligned(config, Pass::backward, tensors, kept());
-  const attn_cuda_attention problem = problem_of(config, tensors);
+  const attn_cuda_attention problem = cuda_problem(config, tensors);
   const attn_cuda_attention_gradients gradients = gradients_of(config, tensors);
-  check(table().backward(static_cast<int>(config.device), stream, &problem, &gradients, workspace.part<void>("attn_cuda")), "backward");
+  check_cuda(table().backward(static_cast<int>(config.device), stream, &problem, &gradients, workspace.part<void>("attn_cuda")),
+             "backward");
 }
 
 }  // namespace attn::engine

@@ -9,7 +9,13 @@ const Engine& cuda_engine() {
   return engine;
 }
 
+const Engine& cuda_sm90_engine() {
+  static const Sm90CudaEngine engine;
+  return engine;
+}
+
 }  // namespace attn::engine
 
 // attn-cuda enqueues kernels and memsets on the stream, allocates nothing and never waits.
 ATTN_DEFINE_DEVICE_ENGINE(cuda, attn::engine::cuda_engine, ::xla::ffi::Traits::kCmdBufferCompatible);
+ATTN_DEFINE_DEVICE_ENGINE(cuda_sm90, attn::engine::cuda_sm90_engine, ::xla::ffi::Traits::kCmdBufferCompatible);

@@ -24,3 +24,11 @@ extern "C" const char* attn_jax_rocm_sink_cuda_probe(const attn_cuda_interface* 
   return attn::engine::answer("this build of attn-cuda does not compute IEEE arithmetic on device " + std::to_string(device) + ": " +
                               names);
 }
+
+extern "C" const char* attn_jax_rocm_sink_cuda_sm90_bind(const attn_cuda_sm90_interface* table) {
+  return attn::engine::answer(attn::engine::bind_cuda_sm90(table));
+}
+
+extern "C" const char* attn_jax_rocm_sink_cuda_sm90_probe(int64_t device) {
+  return attn::engine::answer(attn::engine::probe_cuda_sm90(device));
+}

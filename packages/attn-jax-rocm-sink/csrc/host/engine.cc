@@ -2,10 +2,7 @@
 
 #include <thread>
 
-#include "attn/host/attention.h"
-
 namespace attn::engine {
-namespace {
 
 int worker_threads() {
   const unsigned found = std::thread::hardware_concurrency();
@@ -14,10 +11,13 @@ int worker_threads() {
 
 host::Strides strides_of(const Strides& strides) { return {strides.batch, strides.head, strides.row, strides.column}; }
 
+namespace {
+
 host::DType dtype_of(DType dtype) { return static_cast<host::DType>(dtype); }
 
-// Throws for values that only the kernels read: lengths, positions and offsets.
-host::AttentionProblem problem_of(const Config& config, const Tensors& tensors) {
+}  // namespace
+
+host::AttentionProblem host_problem(const Config& config, const Tensors& tensors) {
   host::AttentionProblem problem{};
   problem.batch = config.batch;
   problem.heads = config.heads;
@@ -57,8 +57,6 @@ host::AttentionProblem problem_of(const Config& config, const Tensors& tensors) 
   return problem;
 }
 
-}  // namespace
-
 std::string HostEngine::refuse(const Config& config, Pass) const {
   Reasons reasons;
   reasons.add(config.alignment == Alignment::top_left, "top-left alignment without q_start (supported: q_start)");
@@ -73,7 +71,7 @@ void HostEngine::run_forward(const Config& config, const Tensors& tensors, const
   forward.lse = tensors.lse;
   forward.row_max = tensors.row_max;
   forward.row_sum = tensors.row_sum;
-  host::attention_forward(problem_of(config, tensors), forward, worker_threads());
+  host::attention_forward(host_problem(config, tensors), forward, worker_threads());
 }
 
 void HostEngine::run_backward(const Config& config, const Tensors& tensors, const Workspace&, void*) const {
@@ -89,7 +87,7 @@ void HostEngine::run_backward(const Config& config, const Tensors& tensors, cons
   backward.dsinks = tensors.dsinks;
   backward.dbias = tensors.dbias;
   for (int axis = 0; axis < 4; ++axis) backward.dbias_shape[axis] = config.bias_shape[axis];
-  host::attention_backward(problem_of(config, tensors), backward, worker_threads());
+  host::attention_backward(host_problem(config, tensors), backward, worker_threads());
 }
 
 }  // namespace attn::engine

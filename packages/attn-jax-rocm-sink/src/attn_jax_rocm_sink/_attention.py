@@ -11,11 +11,13 @@ import jax.numpy as jnp
 import numpy as np
 from attn_spec import Problem, UnsupportedProblem
 from attn_spec._errors import UnknownName
+from attn_spec._sm90 import CONTRACT as SM90
+from attn_spec._sm90 import score_factor
 from attn_spec._validation import ArrayInfo, describe
 
 from attn_jax_rocm_sink import _xla
 from attn_jax_rocm_sink._arrays import are_seed_words, info, integers, is_integer, platform, seed_words
-from attn_jax_rocm_sink._engines import ENGINES, select
+from attn_jax_rocm_sink._engines import ENGINES, handlers_of, select
 from attn_jax_rocm_sink._ffi import HANDLERS
 from attn_jax_rocm_sink._vjp import Inputs, attention_with_lse
 
@@ -65,7 +67,8 @@ def attention(
         dropout_p: probability that a pair is dropped after normalisation; it needs ``dropout_seed``.
         dropout_seed: 64-bit integer, a scalar integer array, or uint32 [2], low word first; the arrays may be traced.
         return_lse: also return the log-sum-exp.
-        contract: name of an arithmetic contract; None is the default one.
+        contract: "ordered-v1", which None is, or "sm90-v1": tensor-core attention of halves, head dims 64 and 128, on Hopper GPUs, and its
+            bits on a CPU (256 too).
         engine: "host", "cuda" or "hip"; None takes the one of the device. Only when named, and outside every contract: "ck", and "xla"
             (plain jax.numpy on any device, [B, H, S, T] memory, traced lengths are clamped).
 
@@ -78,7 +81,7 @@ def attention(
         TypeError, ValueError: bad dtype, shape, device or option. UnsupportedProblem: no engine of this package runs it. JaxRuntimeError
         with INVALID_ARGUMENT: traced lengths or positions out of range, found when the call runs.
 
-    Source: docs/contracts/ordered-v1.md, section 3.
+    Source: docs/contracts/ordered-v1.md, section 3; docs/contracts/sm90-v1.md.
     """
     arguments = {
         "q": q,
@@ -113,11 +116,14 @@ def _run(arguments: dict[str, Any], out_dtype: str | None) -> Outputs:
     arguments["scale"] = _known_scale(arguments["scale"])
     for name in _INTEGERS:
         arguments[name] = _one_for_each(arguments[name], arguments["q"])
-    problem, engine = _check(arguments)
+    problem, chosen = _check(arguments)
+    engine = handlers_of(chosen, problem.contract)
     if arguments["dropout_p"] > 0.0 and arguments["dropout_seed"] is None:
         raise ValueError("attention: dropout_p > 0 needs dropout_seed: JAX has no default generator to draw one from")
     left, right = (-1 if side is None else int(side) for side in (arguments["window"] or (None, None)))
-    scale = arguments["scale"]
+    scale = 1.0 / math.sqrt(problem.head_dim) if arguments["scale"] is None else arguments["scale"]
+    if problem.contract == SM90:
+        score_factor(scale)
     batch, keys = problem.batch, problem.keys
     q_start = arguments["q_start"]
     top_left = engine in HANDLERS and HANDLERS[engine].static_alignment and is_integer(q_start) and q_start == 0
@@ -133,7 +139,7 @@ def _run(arguments: dict[str, Any], out_dtype: str | None) -> Outputs:
         bias=_optional(arguments["bias"]),
         dropout_seed=seed_words(arguments["dropout_seed"]) if arguments["dropout_p"] > 0.0 else None,
         causal=bool(arguments["causal"]),
-        scale=float(np.float32(1.0 / math.sqrt(problem.head_dim) if scale is None else scale)),
+        scale=float(scale if problem.contract == SM90 else np.float32(scale)),
         window_left=left,
         window_right=right,
         dropout_p=float(arguments["dropout_p"]),

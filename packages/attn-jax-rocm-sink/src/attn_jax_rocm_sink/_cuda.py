@@ -13,9 +13,9 @@ from typing import Any
 
 from attn_jax_rocm_sink import _ffi
 
-__all__ = ["Kernels", "bind", "load", "unavailable"]
+__all__ = ["Kernels", "bind", "bind_sm90", "load", "sm90_unavailable", "unavailable"]
 
-_ENTRY = "attn_cuda_interface_v1"
+_ENTRY, _SM90_ENTRY = "attn_cuda_interface_v1", "attn_cuda_sm90_interface_v1"
 
 
 @dataclass(frozen=True)
@@ -37,6 +37,11 @@ def unavailable() -> str | None:
     return _unavailable()
 
 
+def sm90_unavailable() -> str | None:
+    """Why contract sm90-v1 does not run on JAX's CUDA devices, where ``unavailable`` gives no reason; or None."""
+    return _sm90_unavailable()
+
+
 @cache
 def _load() -> Kernels:
     library = _ffi.load("cuda")
@@ -53,6 +58,11 @@ def _load() -> Kernels:
         return Kernels(reason=f"the installed attn-cuda does not export {_ENTRY}; install both packages in one version")
     entry.restype = ctypes.c_void_p
     return bind(library.handle, entry())
+
+
+def bind_sm90(library: ctypes.CDLL, table: int | None) -> str:
+    """Hand the table of contract sm90-v1 to the engine of ``library``; the reason why it is refused, or empty."""
+    return _question(library, "sm90_bind", ctypes.c_void_p(table))
 
 
 def bind(library: ctypes.CDLL, table: int) -> Kernels:
@@ -75,6 +85,24 @@ def _unavailable() -> str | None:
     library: Any = _ffi.load("cuda").handle
     reasons = (_question(library, "probe", found.table, ctypes.c_int64(index)) for index in indices)
     return next((reason for reason in reasons if reason), None)
+
+
+@cache
+def _sm90_unavailable() -> str | None:
+    library, (module, reason) = _ffi.load("cuda_sm90").handle, _find()
+    if library is None or module is None:
+        return reason or _ffi.load("cuda_sm90").reason
+    try:
+        entry = getattr(ctypes.CDLL(str(module)), _SM90_ENTRY)
+    except AttributeError:
+        return f"the installed attn-cuda does not export {_SM90_ENTRY}; install both packages in one version"
+    entry.restype = ctypes.c_void_p
+    refused = bind_sm90(library, entry())
+    if refused:
+        return refused
+    indices = _ffi.HANDLERS["cuda_sm90"].devices()
+    reasons = (_question(library, "sm90_probe", ctypes.c_int64(index)) for index in indices)
+    return next((found for found in reasons if found), None)
 
 
 def _find() -> tuple[Path | None, str]:

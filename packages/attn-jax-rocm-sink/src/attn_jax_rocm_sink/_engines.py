@@ -8,10 +8,11 @@ from functools import partial
 
 import jax
 from attn_spec import Capabilities, OperatorSupport, Problem
+from attn_spec._sm90 import CONTRACT as SM90
 
 from attn_jax_rocm_sink import _cuda, _ffi
 
-__all__ = ["ENGINES", "Engine", "select"]
+__all__ = ["ENGINES", "Engine", "handlers_of", "select"]
 
 
 @dataclass(frozen=True)
@@ -19,6 +20,7 @@ class Engine:
     """One implementation. ``unavailable`` gives the reason why it does not run on this machine, or None.
 
     An engine that is not ``exact`` keeps no contract: it runs only when asked for by name, and its ``capabilities`` are for that case.
+    ``sm90_reasons`` gives what it lacks of contract sm90-v1 for a problem, where its capabilities have that contract.
     """
 
     name: str
@@ -26,10 +28,13 @@ class Engine:
     unavailable: Callable[[], str | None]
     fingerprint: Callable[[], str]
     exact: bool = True
+    sm90_reasons: Callable[[Problem], tuple[str, ...]] = lambda problem: ()
 
     def reasons(self, problem: Problem, contract: str | None) -> tuple[str, ...]:
         """Why ``problem`` is refused; ``contract`` is the one that the caller named."""
         found = self.capabilities.reasons(problem)
+        if not found and problem.contract == SM90:
+            found = self.sm90_reasons(problem)
         if contract is not None and not self.exact:
             return (*found, f"contract {contract} (engine {self.name} keeps none)")
         return found
@@ -65,22 +70,34 @@ def _cuda_fingerprint() -> str:
     return f"{_ffi.load('cuda').fingerprint}+attn-cuda-{_cuda.load().fingerprint}"
 
 
+def _cuda_sm90_reasons(problem: Problem) -> tuple[str, ...]:
+    if problem.head_dim == 256:
+        return (f"head_dim=256 with contract {SM90} (supported: 64, 128)",)
+    reason = _cuda.sm90_unavailable() if _cuda.unavailable() is None else None
+    return () if reason is None else (reason,)
+
+
 _FEATURES = frozenset(
     {"bias", "causal", "dropout", "gradient", "k_start", "key_padding_mask", "kv_lengths", "q_start", "return_lse", "sinks", "window"}
 )
 
+_CONTRACTS = ("ordered-v1", SM90)
+
 ENGINES: Mapping[str, Engine] = {
     "host": Engine(
         "host",
-        Capabilities(devices=("cpu",), operators={"attention": OperatorSupport(_FEATURES)}),
+        Capabilities(devices=("cpu",), operators={"attention": OperatorSupport(_FEATURES)}, contracts=_CONTRACTS),
         _host_unavailable,
         lambda: _ffi.load().fingerprint,
     ),
     "cuda": Engine(
         "cuda",
-        Capabilities(devices=("cuda",), operators={"attention": OperatorSupport(_FEATURES - {"dropout"}, max_head_dim=256)}),
+        Capabilities(
+            devices=("cuda",), operators={"attention": OperatorSupport(_FEATURES - {"dropout"}, max_head_dim=256)}, contracts=_CONTRACTS
+        ),
         _cuda_unavailable,
         _cuda_fingerprint,
+        sm90_reasons=_cuda_sm90_reasons,
     ),
     "hip": Engine(
         "hip",
@@ -109,3 +126,8 @@ def select(device: str) -> str:
         if engine.exact and device in engine.capabilities.devices:
             return name
     return next(iter(ENGINES))
+
+
+def handlers_of(engine: str, contract: str) -> str:
+    """Name of the handlers (``_ffi.HANDLERS``) with which an engine runs a contract."""
+    return f"{engine}_sm90" if contract == SM90 else engine

@@ -13,6 +13,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from attn_spec import UnsupportedProblem
+from attn_spec._sm90 import ex2_table
 from jaxlib import version as jaxlib_version
 
 import attn_jax_rocm_sink
@@ -51,19 +52,21 @@ def _cuda_devices() -> tuple[int, ...]:
     return tuple(device.local_hardware_id for device in jax.local_devices(backend="cuda"))
 
 
-_ROW_STATE = ("row_max", "row_sum")
+_ROW_STATE, _OUTPUTS = ("row_max", "row_sum"), ("out", "lse")
 HANDLERS: dict[str, Handlers] = {
     "host": Handlers("libattn_jax_rocm_sink.so", "missing.txt", "cpu", _ROW_STATE, on_host=True),
     "ck": Handlers(
         "libattn_jax_rocm_sink_ck.so",
         "missing-ck.txt",
         "ROCM",
-        ("out", "lse"),
+        _OUTPUTS,
         as_float32=("sinks",),
         static_alignment=True,
         partial_dropout=False,
     ),
     "cuda": Handlers("libattn_jax_rocm_sink.so", "missing.txt", "CUDA", _ROW_STATE, _cuda_devices),
+    "host_sm90": Handlers("libattn_jax_rocm_sink.so", "missing.txt", "cpu", _OUTPUTS, on_host=True),
+    "cuda_sm90": Handlers("libattn_jax_rocm_sink.so", "missing.txt", "CUDA", _OUTPUTS, _cuda_devices),
     "hip": Handlers("libattn_jax_rocm_sink_hip.so", "missing-hip.txt", "ROCM", _ROW_STATE),
 }
 
@@ -118,6 +121,8 @@ def register(engine: str, path: Path, handle: ctypes.CDLL) -> Library:
         for direction in (FORWARD, BACKWARD):
             capsule = jax.ffi.pycapsule(getattr(handle, symbol(engine, direction)))
             jax.ffi.register_ffi_target(target(engine, direction), capsule, platform=HANDLERS[engine].platform)
+        if engine == "host_sm90":
+            getattr(handle, symbol(engine, "bind"))(ctypes.c_void_p(ex2_table().ctypes.data))
         if engine == "host":
             jax.ffi.register_ffi_target(_ORDERED_SUM, jax.ffi.pycapsule(getattr(handle, _ORDERED_SUM)), platform="cpu")
     return built

@@ -9,9 +9,10 @@ from typing import Any, ClassVar
 import jax
 import jax.numpy as jnp
 import numpy as np
-from attn_spec import Backend, Call, Capabilities, UnsupportedProblem
+from attn_spec import Backend, Call, Capabilities, Problem, UnsupportedProblem
 from attn_spec._errors import BackendUnavailable
 from attn_spec._operators import operator
+from attn_spec._sm90 import CONTRACT as SM90
 
 from attn_jax_rocm_sink._arrays import from_numpy, to_numpy
 from attn_jax_rocm_sink._attention import NAME, attention, forward_fp32
@@ -36,6 +37,11 @@ class JaxBackend(Backend):
         if device not in chosen.capabilities.devices:
             return f"engine {chosen.name} runs on {', '.join(chosen.capabilities.devices)}, not on {device}"
         return chosen.unavailable()
+
+    def reasons(self, problem: Problem, engine: str | None = None) -> tuple[str, ...]:
+        """Every reason why ``problem`` is refused, by the engine and the state of this machine."""
+        found = super().reasons(problem, engine)
+        return found or (ENGINES[self.engine(engine)].sm90_reasons(problem) if problem.contract == SM90 else ())
 
     def operators(self, engine: str | None = None) -> Mapping[str, Callable[..., Any]]:
         chosen = self.engine(engine)

@@ -1,16 +1,9 @@
 // A table of attn-cuda that records what it is given and computes with the host kernels, on pointers to host memory.
-#include "attn/cuda/interface.h"
+#include "attn_cuda.h"
 
 #include <cstring>
 
-#include "attn/host/attention.h"
-#include "log.h"
-
-namespace {
-
-int failing_code = 0;
-uint32_t failing_probe = 0;
-int64_t more_workspace = 0;
+namespace fakes {
 
 attn::host::Input input_of(const attn_cuda_array& array) {
   return {array.data, {array.strides[0], array.strides[1], array.strides[2], array.strides[3]}};
@@ -48,7 +41,7 @@ attn::host::AttentionProblem problem_of(const attn_cuda_attention& from) {
   return problem;
 }
 
-void record(fakes::Line& line, int device, void* stream, const attn_cuda_attention& problem) {
+void record(Line& line, int device, void* stream, const attn_cuda_attention& problem) {
   line("device", device)("stream", reinterpret_cast<uintptr_t>(stream));
   line("batch", problem.batch)("heads", problem.heads)("kv_heads", problem.kv_heads)("queries", problem.queries)("keys", problem.keys);
   line("head_dim", problem.head_dim)("value_dim", problem.value_dim)("dtype", problem.q.dtype);
@@ -59,6 +52,17 @@ void record(fakes::Line& line, int device, void* stream, const attn_cuda_attenti
   line("packed", problem.cu_seqlens_q != nullptr)("causal", problem.causal);
   line("left", problem.window_left)("right", problem.window_right)("scale", problem.scale);
 }
+
+int failing_code = 0;
+
+}  // namespace fakes
+
+namespace {
+
+using namespace fakes;
+
+uint32_t failing_probe = 0;
+int64_t more_workspace = 0;
 
 int64_t bytes_of(const attn_cuda_attention& problem) { return problem.batch * 3 + 1000 + more_workspace; }
 
@@ -84,7 +88,7 @@ int backward_workspace(int device, const attn_cuda_attention* problem, const att
 
 int forward(int device, void* stream, const attn_cuda_attention* problem, const attn_cuda_attention_results* results, void* workspace) {
   {
-    fakes::Line line("forward");
+    Line line("forward");
     record(line, device, stream, *problem);
     line("out_dtype", results->out_dtype)("workspace", workspace != nullptr);
   }
@@ -106,7 +110,7 @@ int forward(int device, void* stream, const attn_cuda_attention* problem, const 
 int backward(int device, void* stream, const attn_cuda_attention* problem, const attn_cuda_attention_gradients* gradients,
              void* workspace) {
   {
-    fakes::Line line("backward");
+    Line line("backward");
     record(line, device, stream, *problem);
     line("dout_dtype", gradients->dout.dtype)("dlse", gradients->dlse != nullptr)("dq", gradients->dq != nullptr);
     line("dk", gradients->dk != nullptr)("dv", gradients->dv != nullptr)("dsinks", gradients->dsinks != nullptr);

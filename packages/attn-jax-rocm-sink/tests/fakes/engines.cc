@@ -23,6 +23,11 @@ const Engine& cuda_engine() {
   return engine;
 }
 
+const Engine& cuda_sm90_engine() {
+  static const Sm90CudaEngine engine;
+  return engine;
+}
+
 const Engine& ck_engine() {
   static const CkEngine engine;
   return engine;
@@ -31,6 +36,7 @@ const Engine& ck_engine() {
 const Engine& engine_of(std::string_view name) {
   if (name == "host") return host_engine();
   if (name == "cuda") return cuda_engine();
+  if (name == "cuda_sm90") return cuda_sm90_engine();
   if (name == "ck") return ck_engine();
   throw std::invalid_argument("no engine " + std::string(name));
 }
@@ -57,6 +63,7 @@ ffi::Error run_on_fake(ffi::RemainingArgs arguments, ffi::RemainingRets returns,
 
 ATTN_DEFINE_QUESTIONS_(host, attn::engine::host_engine)
 FAKE_DEVICE_ENGINE(cuda, attn::engine::cuda_engine);
+FAKE_DEVICE_ENGINE(cuda_sm90, attn::engine::cuda_sm90_engine);
 FAKE_DEVICE_ENGINE(ck, attn::engine::ck_engine);
 
 extern "C" const char* fake_take_log() {
