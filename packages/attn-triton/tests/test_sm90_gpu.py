@@ -96,17 +96,17 @@ def test_bytes_equal_the_model(on_gpu: Run, name: str) -> None:
 @pytest.mark.parametrize(
     "name", ("three segments", "starts, many rows", "lengths", "packed decode", "packed, padded segments", "another layout")
 )
-def test_launches_of_a_kind_are_remembered(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_launches_of_a_kind_are_remembered(on_triton: Run, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Calls of one kind with other values and at other addresses, forward and backward."""
     again: list[Launches] = []
     original = Launches.again
     monkeypatch.setattr(Launches, "again", lambda self, tensors: (again.append(self), original(self, tensors))[1])
     problem = CALLS[name]()
-    on_gpu(problem)
+    on_triton(problem)
     for sign in (-1, 1):
         other = problem.edited(q=torch.neg(problem.tensors["q"]) if sign < 0 else problem.tensors["q"])
         with torch.cuda.use_mem_pool(torch.cuda.MemPool()):
-            assert_same(on_gpu(other), other.results(attn_reference), name)
+            assert_same(on_triton(other), other.results(attn_reference), name)
     copies = name == "another layout"
     assert len(again) == (0 if copies else 4) and len({id(launches) for launches in again}) == (0 if copies else 2)
 

@@ -264,4 +264,4 @@ def _run(
         work.key_gradients(found["k"], found["v"])
     if "sinks" in found:
         items = torch.empty((problem.sizes.batch, inputs.q.shape[1]), dtype=torch.float32, device=inputs.q.device)
-        _Backward(Launches(), inputs, problem, dout, origins, deltas, None).sink_gradients(found["sinks"], items)
+        _Backward(Launches(), inputs, problem, dout, origins, deltas, None, ()).sink_gradients(found["sinks"], items)
