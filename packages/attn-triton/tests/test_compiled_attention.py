@@ -21,7 +21,7 @@ FMA_CALL = r"call [^@\n]*?(?:<(\d+) x float>|\bfloat) @llvm\.(?:fma|fmuladd)\b"
 METADATA = {name: value for name, value in GCN_METADATA.items() if name != ".sgpr_spill_count:"}
 """Scalar registers may wait in lanes of vector registers; memory is counted by the private segment."""
 FMAS_OF_A_DIVISION = 5
-INTEGER_DIVISION = r"\bv_fma(?:mk|ak|c)_f32\S* (?:.*\b0x[4c]f800000\b|v\d+, 0, v\d+)"
+INTEGER_DIVISION = r"\bv_(?:fma|mad)(?:mk|ak|c)_f32\S* (?:.*\b0x[4c]f800000\b|v\d+, 0, v\d+)"
 """Integer divisions scale by 2^32 in floating point, or multiply that by a known 0; no kernel has such constants."""
 
 
