@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
+from typing import Any
 
 import jax.numpy as jnp
 import numpy as np
@@ -59,6 +60,34 @@ def make_call(*features: str, dtype: str = "float32", seed: int = 0, gradient: b
     wrt = tuple(name for name in ("q", "k", "v", "sinks", "bias") if name in arrays)
     call = Call("attention", arrays, options, cotangents, wrt)
     return call if gradient else replace(call, cotangents=None, wrt=())
+
+
+SM90 = "sm90-v1"
+SM90_CASES: dict[str, dict[str, Any]] = {
+    "causal": {},
+    "full, float16": {"causal": False, "dtype": "float16"},
+    "D 128": {"head_dim": 128},
+    "window and sinks": {"window": (30, None), "sinks": True, "scale": 0.3},
+    "lengths and starts": {"kv_lengths": np.array([140, 33], np.int32), "k_start": np.array([100, 0], np.int32)},
+}
+
+
+def sm90_call(case: str) -> Call:
+    """A call of contract sm90-v1 with gradients of everything, through out and LSE."""
+    options = dict(SM90_CASES[case])
+    rng = np.random.default_rng(7)
+    dtype, width = options.pop("dtype", "bfloat16"), options.pop("head_dim", 64)
+
+    def normal(*sizes: int, name: str = dtype) -> np.ndarray:
+        return from_float32(rng.standard_normal(sizes).astype(np.float32), name)
+
+    arrays = {"q": normal(2, 4, 20, width), "k": normal(2, 2, 140, width), "v": normal(2, 2, 140, width)}
+    if options.pop("sinks", False):
+        arrays["sinks"] = np.array([0.5, -np.inf, 2.0, -3.0], np.float32)
+    arrays |= {name: options.pop(name) for name in ("kv_lengths", "k_start") if name in options}
+    wrt = tuple(name for name in ("q", "k", "v", "sinks") if name in arrays)
+    cotangents = {"out": normal(2, 4, 20, width), "lse": normal(2, 4, 20, name="float32")}
+    return Call("attention", arrays, {**options, "return_lse": True}, cotangents, wrt, contract=SM90)
 
 
 def jax_arrays(call: Call) -> dict[str, jnp.ndarray]:

@@ -13,45 +13,17 @@ import pytest
 from attn_jax_rocm_sink import _cuda
 from attn_jax_rocm_sink._engines import ENGINES
 from attn_jax_rocm_sink.backend import BACKEND
-from attn_spec import Call, Problem, UnsupportedProblem
-from attn_spec._arrays import from_float32
+from attn_spec import Problem, UnsupportedProblem
 from attn_spec._registry import get_backend
 from attn_spec._sm90 import score_factor
 from attn_spec.testing.asserts import assert_bytes
 from engine_fakes import Fakes
-from jax_calls import bits, jax_arrays
-
-SM90 = "sm90-v1"
-B, H, K, S, T, D = 2, 4, 2, 20, 140, 64
-CASES: dict[str, dict[str, Any]] = {
-    "causal": {},
-    "full, float16": {"causal": False, "dtype": "float16"},
-    "window and sinks": {"window": (30, None), "sinks": True, "scale": 0.3},
-    "lengths and starts": {"kv_lengths": np.array([140, 33], np.int32), "k_start": np.array([100, 0], np.int32)},
-}
+from jax_calls import SM90, SM90_CASES, bits, jax_arrays, sm90_call
 
 
-def make(case: str) -> Call:
-    """A call with gradients of everything, through out and LSE."""
-    options = dict(CASES[case])
-    rng = np.random.default_rng(7)
-    dtype = options.pop("dtype", "bfloat16")
-
-    def normal(*sizes: int, name: str = dtype) -> np.ndarray:
-        return from_float32(rng.standard_normal(sizes).astype(np.float32), name)
-
-    arrays = {"q": normal(B, H, S, D), "k": normal(B, K, T, D), "v": normal(B, K, T, D)}
-    if options.pop("sinks", False):
-        arrays["sinks"] = np.array([0.5, -np.inf, 2.0, -3.0], np.float32)
-    arrays |= {name: options.pop(name) for name in ("kv_lengths", "k_start") if name in options}
-    wrt = tuple(name for name in ("q", "k", "v", "sinks") if name in arrays)
-    cotangents = {"out": normal(B, H, S, D), "lse": normal(B, H, S, name="float32")}
-    return Call("attention", arrays, {**options, "return_lse": True}, cotangents, wrt, contract=SM90)
-
-
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("case", SM90_CASES)
 def test_the_host_engine_has_the_bytes_of_the_reference(case: str) -> None:
-    call = make(case)
+    call = sm90_call(case)
     wanted = get_backend("attn_reference").evaluate(call)
     found = BACKEND.evaluate(call, engine="host")
     assert found.keys() == wanted.keys()
@@ -59,9 +31,9 @@ def test_the_host_engine_has_the_bytes_of_the_reference(case: str) -> None:
         assert_bytes(found[name], value, f"{case}: {name}")
 
 
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("case", SM90_CASES)
 def test_the_cuda_engine_has_the_bytes_of_its_table(fake_sm90: Fakes, case: str) -> None:
-    call = make(case)
+    call = sm90_call(case)
     arrays = jax_arrays(call)
     wrt = {name: arrays[name] for name in call.wrt}
 
@@ -79,7 +51,7 @@ def test_the_cuda_engine_has_the_bytes_of_its_table(fake_sm90: Fakes, case: str)
     found, wanted = evaluate("cuda"), evaluate("host")
     forward, backward = fake_sm90.take_log()
     assert (forward["call"], backward["call"]) == ("sm90_forward", "sm90_backward")
-    factor = score_factor(call.options.get("scale", D**-0.5))
+    factor = score_factor(call.options.get("scale", call.arrays["q"].shape[-1] ** -0.5))
     assert float(np.float32(forward["factor"])) == pytest.approx(factor, rel=1e-5) and forward["factor"] == backward["factor"]
     assert [backward[name] for name in ("dlse", "dq", "dk", "dv")] == ["1"] * 4
     for name, value in wanted.items():
@@ -87,14 +59,14 @@ def test_the_cuda_engine_has_the_bytes_of_its_table(fake_sm90: Fakes, case: str)
 
 
 def test_it_is_not_the_default() -> None:
-    arrays = jax_arrays(make("causal"))
+    arrays = jax_arrays(sm90_call("causal"))
     first, second = (attn_jax_rocm_sink.attention(**arrays, contract=contract, engine="host") for contract in (None, SM90))
     assert not np.array_equal(bits(first), bits(second))
 
 
 @pytest.mark.parametrize(("code", "kind"), [(-2, "INVALID_ARGUMENT"), (700, "INTERNAL")])
 def test_errors_of_the_table_become_errors_of_xla(fake_sm90: Fakes, code: int, kind: str) -> None:
-    array = jnp.ones((1, 1, 2, D), jnp.bfloat16)
+    array = jnp.ones((1, 1, 2, 64), jnp.bfloat16)
     run = jax.jit(lambda q: attn_jax_rocm_sink.attention(q, q, q, contract=SM90, engine="cuda")).lower(array).compile()
     fake_sm90.handle.fake_cuda_set(code, 0, ctypes.c_int64(0))
     with pytest.raises(
@@ -129,7 +101,7 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
 @pytest.mark.parametrize("case", REFUSED)
 def test_what_the_contract_lacks_is_refused(case: str) -> None:
     changes, reason = REFUSED[case]
-    values: dict[str, Any] = {"dtype": "bfloat16", "head_dim": D, "value_dim": D, **changes}
+    values: dict[str, Any] = {"dtype": "bfloat16", "head_dim": 64, "value_dim": 64, **changes}
     for engine, device in (("host", "cpu"), ("cuda", "cuda")):
         assert reason in "; ".join(BACKEND.reasons(Problem(op="attention", device=device, contract=SM90, **values), engine))
 
@@ -141,7 +113,7 @@ def test_head_dim_256_runs_on_the_host_alone() -> None:
 
 
 def test_a_float32_result_and_a_scale_of_zero_are_refused() -> None:
-    array = jnp.ones((1, 1, 2, D), jnp.bfloat16)
+    array = jnp.ones((1, 1, 2, 64), jnp.bfloat16)
     forward_fp32 = BACKEND.operators("host")["attention.forward_fp32"]
     with pytest.raises(UnsupportedProblem, match="out of float32"):
         forward_fp32(array, array, array, contract=SM90)

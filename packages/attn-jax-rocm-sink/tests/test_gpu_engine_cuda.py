@@ -16,11 +16,11 @@ import numpy as np
 import pytest
 from attn_jax_rocm_sink._engines import ENGINES
 from attn_jax_rocm_sink.backend import BACKEND
-from attn_spec import Call
+from attn_spec import Call, Problem
 from attn_spec._arrays import from_float32
 from attn_spec._registry import get_backend
 from attn_spec.testing.asserts import assert_bytes
-from jax_calls import bits
+from jax_calls import SM90, SM90_CASES, bits, sm90_call
 
 CASES: dict[str, dict[str, object]] = {
     "causal": {},
@@ -88,6 +88,19 @@ def test_the_bytes_are_those_of_the_reference_and_of_attn_cuda(case: str, shape:
         assert set(found) == set(wanted) and len(wanted) >= 5
         for output, value in wanted.items():
             assert_bytes(found[output], value, f"{case} {shape} {dtype}: {output} against {name}")
+
+
+@pytest.mark.parametrize("case", SM90_CASES)
+def test_the_tensor_cores_have_the_bytes_of_the_reference(case: str) -> None:
+    call = sm90_call(case)
+    described = Problem(op="attention", dtype="bfloat16", device="cuda", contract=SM90, head_dim=64, value_dim=64)
+    reasons = BACKEND.reasons(described, "cuda")
+    if reasons:
+        pytest.skip("; ".join(reasons))
+    found, wanted = BACKEND.evaluate(call, device="cuda", engine="cuda"), get_backend("attn_reference").evaluate(call)
+    assert set(found) == set(wanted)
+    for output, value in wanted.items():
+        assert_bytes(found[output], value, f"{case}: {output}")
 
 
 def gpu(call: Call) -> dict[str, jax.Array]:

@@ -185,6 +185,7 @@ __device__ __forceinline__ void consume(const BackwardCall& call, const Work& wo
       mma_wait<0>();
       pin(dk);
       pin(dv);
+      __syncwarp();  // its threads have read the row values
       if (at.thread % 32 == 0) barrier_arrive(&shared.empty[before]);
       mma_fence();
       multiply_columns<Half, kColumns, S::kOwnPanel, S::kPanelBytes>(dp, v, stage.dout);

@@ -272,6 +272,7 @@ __global__ void __launch_bounds__(Whole<kColumns, kOwners>::kThreads, 1)
       const auto& block = shared.blocks[turn.slot()];
       if (block.block < 0) break;
       own_rows<Half, kColumns, kOwners>(arguments, shared, block, owner, used);
+      __syncwarp();
       if (threadIdx.x % 32 == 0) barrier_arrive(&shared.block_free[turn.slot()]);
     }
   }
