@@ -9,3 +9,4 @@ from attn_spec.torch._backend import TorchBackend as TorchBackend
 from attn_spec.torch._kernels import AttentionInputs as AttentionInputs
 from attn_spec.torch._kernels import Kernels as Kernels
 from attn_spec.torch._public import Operators as Operators
+from attn_spec.torch._remembered import Launches as Launches
