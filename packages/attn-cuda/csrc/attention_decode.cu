@@ -195,7 +195,10 @@ __global__ void __launch_bounds__(kThreads) probabilities_kernel(const __grid_co
   for (int j = 0; j < kSlots; ++j) scores[j * kLanes] = x[0][j];
 }
 
-constexpr int kLoaders = 8 * kLanes;  // threads that load for those that sum
+constexpr int kChainWarps = 4;
+constexpr int kChainRows = kWarpRows / kChainWarps;  // of a warp: each value that it reads takes part in as many chains
+constexpr int kSummers = kChainWarps * kLanes;       // threads that sum
+constexpr int kLoaders = 8 * kLanes;                 // threads that load for them
 constexpr int kStepKeys = 128;
 constexpr int kRawStages = 4;   // of V, three of them on their way
 constexpr int kProbStages = 5;  // and besides them the step that the chains read
@@ -211,19 +214,21 @@ size_t values_bytes(int32_t dtype) {
   return sizeof(ValuesShared) + static_cast<size_t>(kRawStages * kStepKeys * kLanes) * (dtype == ATTN_CUDA_FLOAT32 ? 4 : 2);
 }
 
-// One step of the chain of a lane. What the next FMAs need is read while the chain waits for the ones before.
+// One step of the chains of a lane. What the next FMAs need is read while the chains wait for the ones before.
 template <bool Select>
-__device__ __forceinline__ float chain_values(const float* probs, const float* values, float sum) {
-  constexpr int kAhead = 16;
-  float p[2][kAhead], v[2][kAhead];
-  const auto read = [&](int key, float (&to_p)[kAhead], float (&to_v)[kAhead]) {
-#pragma unroll
-    for (int i = 0; i < kAhead; i += 4) {
-      const float4 four = *reinterpret_cast<const float4*>(probs + key + i);
-      to_p[i] = four.x, to_p[i + 1] = four.y, to_p[i + 2] = four.z, to_p[i + 3] = four.w;
-    }
+__device__ __forceinline__ void chain_values(const float (*probs)[kStepKeys], const float* values, float (&sums)[kChainRows]) {
+  constexpr int kAhead = 8;
+  float p[2][kChainRows][kAhead], v[2][kAhead];
+  const auto read = [&](int key, float (&to_p)[kChainRows][kAhead], float (&to_v)[kAhead]) {
 #pragma unroll
     for (int i = 0; i < kAhead; ++i) to_v[i] = values[(key + i) * kLanes + lane_id()];
+#pragma unroll
+    for (int i = 0; i < kAhead; i += 4)
+#pragma unroll
+      for (int r = 0; r < kChainRows; ++r) {
+        const float4 four = *reinterpret_cast<const float4*>(probs[r] + key + i);
+        to_p[r][i] = four.x, to_p[r][i + 1] = four.y, to_p[r][i + 2] = four.z, to_p[r][i + 3] = four.w;
+      }
   };
   read(0, p[0], v[0]);
 #pragma unroll
@@ -232,13 +237,14 @@ __device__ __forceinline__ float chain_values(const float* probs, const float* v
     if (key + kAhead < kStepKeys) read(key + kAhead, p[now ^ 1], v[now ^ 1]);
 #pragma unroll
     for (int i = 0; i < kAhead; ++i)
-      if (!Select || !is_masked(p[now][i])) sum = exact_fma(p[now][i], v[now][i], sum);
+#pragma unroll
+      for (int r = 0; r < kChainRows; ++r)
+        if (!Select || !is_masked(p[now][r][i])) sums[r] = exact_fma(p[now][r][i], v[now][i], sums[r]);
   }
-  return sum;
 }
 
-// Chains of out over one wave: eight warps own a row each, a lane a column, and eight more load for them, several steps ahead.
-__global__ void __launch_bounds__(kThreads + kLoaders) values_kernel(const __grid_constant__ SplitArguments arguments) {
+// Chains of out over one wave: four warps own two rows each, a lane a column, and eight more load for them, several steps ahead.
+__global__ void __launch_bounds__(kSummers + kLoaders, 2) values_kernel(const __grid_constant__ SplitArguments arguments) {
   const Attention& problem = arguments.forward.problem;
   extern __shared__ float4 storage[];
   auto* shared = reinterpret_cast<ValuesShared*>(storage);
@@ -250,17 +256,16 @@ __global__ void __launch_bounds__(kThreads + kLoaders) values_kernel(const __gri
   const auto first_column = static_cast<int32_t>((blockIdx.x - id * arguments.slices) * kLanes);
   share_work(problem, id, arguments.forward.per_item, nullptr, &work);
   block.find(problem, work);
-  const bool loads = threadIdx.x >= kThreads;
-  const Row row = loads ? Row{-1, 0} : block.rows[warp_id()];
+  const bool loads = threadIdx.x >= kSummers;
+  const int first_row = warp_id() * kChainRows;
+  const bool sums_rows = !loads && block.rows[first_row].head >= 0;
   const int32_t column = first_column + lane_id();
-  const bool stores = row.head >= 0 && column < problem.value_dim;
-  const int64_t index = row.head < 0 ? 0 : row_index(problem, work.item, row);
   const int64_t wave_begin = arguments.first_tile * attn::kTile, wave_end = wave_begin + arguments.wave * attn::kTile;
   const int64_t first = max(wave_begin, static_cast<int64_t>(block.any.begin / kStepKeys * kStepKeys));
   const int64_t last = min(wave_end, static_cast<int64_t>(block.any.end));
   const int steps = block.any.begin < block.any.end && first < last ? static_cast<int>((last - first + kStepKeys - 1) / kStepKeys) : 0;
 
-  const int loader = static_cast<int>(threadIdx.x) - kThreads;
+  const int loader = static_cast<int>(threadIdx.x) - kSummers;
   static_assert(kLoaders == kWarpRows * kStepKeys / 4, "a loader has four neighbours of P in each step");
   const int prob_row = loader / kLanes, prob_key = loader % kLanes * 4;
   const Row prob_of = loads ? block.rows[prob_row] : Row{-1, 0};
@@ -282,11 +287,20 @@ __global__ void __launch_bounds__(kThreads + kLoaders) values_kernel(const __gri
     if (step < steps) ValueCopy::finish(loader, problem.v.dtype, raw + step % kRawStages * raw_bytes, shared->values[step % 2], kLanes);
     start(step + kRawStages - 1);
   };
-  const float before = arguments.begins || !stores ? 0.0f : arguments.sums[index * problem.value_dim + column];
-  float sum = before;
+  // use(row, r) for the rows of which the lane has a column.
+  const auto each_row = [&](auto use) {
+    if (!sums_rows || column >= problem.value_dim) return;
+#pragma unroll
+    for (int r = 0; r < kChainRows; ++r)
+      if (const Row row = block.rows[first_row + r]; row.head >= 0) use(row, r);
+  };
+  const auto sum_so_far = [&](Row row) { return arguments.sums + row_index(problem, work.item, row) * problem.value_dim + column; };
+  float sums[kChainRows];
 #pragma unroll 1
   for (int pass = 0; pass < 2; ++pass) {
-    sum = before;
+#pragma unroll
+    for (float& sum : sums) sum = 0.0f;
+    if (!arguments.begins) each_row([&](Row row, int r) { sums[r] = *sum_so_far(row); });
     if (loads) {
       for (int step = 0; step < kRawStages - 1; ++step) start(step);
       advance(0);
@@ -296,24 +310,30 @@ __global__ void __launch_bounds__(kThreads + kLoaders) values_kernel(const __gri
     for (int step = 0; step < steps; ++step) {
       if (loads) {
         advance(step + 1);
-      } else if (row.head >= 0) {
-        const float* probs = shared->probs[step % kProbStages][warp_id()];
-        sum = pass == 0 ? chain_values<false>(probs, shared->values[step % 2], sum)
-                        : chain_values<true>(probs, shared->values[step % 2], sum);
+      } else if (sums_rows) {
+        const auto* probs = shared->probs[step % kProbStages] + first_row;
+        if (pass == 0) {
+          chain_values<false>(probs, shared->values[step % 2], sums);
+        } else {
+          chain_values<true>(probs, shared->values[step % 2], sums);
+        }
       }
       __syncthreads();
     }
     // As in the other way: a NaN may come from a masked pair, so sum again without those.
-    if (!__syncthreads_or(attn::is_nan(sum))) break;
+    bool spoilt = false;
+    each_row([&](Row, int r) { spoilt = spoilt || attn::is_nan(sums[r]); });
+    if (!__syncthreads_or(spoilt)) break;
   }
-  if (!stores) return;
-  if (!arguments.ends) {
-    arguments.sums[index * problem.value_dim + column] = sum;
-    return;
-  }
-  const float one[4] = {sum, 0.0f, 0.0f, 0.0f};
-  store_four(arguments.forward.out, arguments.forward.out_dtype, query_result(problem, work.item, row, problem.value_dim) + column, one, 1,
-             false);
+  each_row([&](Row row, int r) {
+    if (!arguments.ends) {
+      *sum_so_far(row) = sums[r];
+      return;
+    }
+    const float one[4] = {sums[r], 0.0f, 0.0f, 0.0f};
+    store_four(arguments.forward.out, arguments.forward.out_dtype, query_result(problem, work.item, row, problem.value_dim) + column, one,
+               1, false);
+  });
 }
 
 size_t tile_bytes(int columns, int32_t dtype, int64_t rows) {
@@ -390,7 +410,7 @@ int launch_split(const attn_cuda_attention& problem, const ForwardArguments& for
     if (blocks >= INT32_MAX) return ATTN_CUDA_BAD_SIZE;
     if (const int error = launch(probabilities_kernel, arguments, blocks, Block{kThreads, 1, true, false, 0}, stream)) return error;
     if (const int error = launch(values_kernel, arguments, arguments.row_blocks * arguments.slices,
-                                 Block{kThreads + kLoaders, 1, true, false, values_bytes(problem.v.dtype)}, stream))
+                                 Block{kSummers + kLoaders, 1, true, false, values_bytes(problem.v.dtype)}, stream))
       return error;
   }
   return 0;

@@ -25,14 +25,4 @@ inline Block long_block(int64_t keys, int most) {
   return Block{static_cast<int>(resident ? tiles : most) * kLanes, 1, true, resident, 0};
 }
 
-// At most the rows that are in work at once on a device whose processors hold `warps` warps of blocks that are teams, or kLongNarrowBlocks
-// narrow ones.
-inline int resident_rows(int device, const Block& block, int warps, int64_t* rows) {
-  int processors = 0;
-  if (const cudaError_t error = cudaDeviceGetAttribute(&processors, cudaDevAttrMultiProcessorCount, device)) return error;
-  const int64_t blocks = block.wide ? warps * kLanes / block.threads : kLongNarrowBlocks;
-  *rows = std::min(*rows, processors * blocks * block.rows);
-  return cudaSuccess;
-}
-
 }  // namespace attn_cuda

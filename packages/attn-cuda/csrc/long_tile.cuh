@@ -8,9 +8,7 @@ namespace attn_cuda {
 
 constexpr int kLongTile = attn::v2::kTile;
 constexpr int kLongSlots = kLongTile / kLanes;
-constexpr int kPart = 8;        // elements of a lane whose exponentials are computed together
-constexpr int kLongVector = 4;  // neighbours that are accessed at once
-constexpr int kMostShift = kLongVector - 1;
+constexpr int kPart = 8;  // elements of a lane whose exponentials are computed together
 
 using LongSlots = float[kLongSlots];
 
@@ -85,68 +83,32 @@ struct LongScores {
   }
 };
 
-// Elements between the last multiple of V elements in memory and the start of a row, 0 with V = 1.
-template <int V, typename T>
-__device__ __forceinline__ int shift_of(const T* row) {
-  return V == 1 ? 0 : static_cast<int>(reinterpret_cast<uintptr_t>(row) / sizeof(T) % V);
-}
-
-// Where a lane's elements k, ..., k + V - 1 lie in a tile. V neighbours are accessed as one vector (V = 1 or 4). A row that starts `shift`
-// elements after a vector's boundary has its tiles rotated by as many: element k is key slot<V>(k, lane) - shift, modulo the tile. Every
-// half of the tree pairs slots at one distance, modulo the half, so a rotation gives the same sums. `split` tells the one vector that the
-// rotation cuts in two: of it the first `shift` elements are the tile's last keys.
-struct Run {
-  int at;
-  bool split;
-
-  __device__ __forceinline__ Run(int k, int place, int shift) : at(place - shift), split(k == 0 && place < shift) {}
-  __device__ __forceinline__ int key(int v) const { return at + v + (at + v < 0 ? kLongTile : 0); }
-};
-
-// Slots without a key get -inf.
+// V neighbours are accessed as one vector (V = 1 or 4); with V = 4 a row has a multiple of four keys. Slots without a key get -inf.
 template <typename T, int V, bool Masked>
 __device__ __forceinline__ void load_long(const T* row, const Keys& keys, LongTile tile, int lane, LongScores<T>& scores) {
-  const int shift = shift_of<V>(row);
   if (!Masked && tile.here == kLongTile) {
 #pragma unroll
-    for (int k = 0; k < kLongSlots; k += V) {
-      const Run run(k, slot<V>(k, lane), shift);
-      if (!run.split) scores.template load<V>(k, row + tile.base + run.at);
-    }
-    if (V == 1 || lane > 0 || shift == 0) return;
-#pragma unroll
-    for (int v = 0; v < V; ++v) scores.template load<1>(v, row + tile.base + Run(0, 0, shift).key(v));
+    for (int k = 0; k < kLongSlots; k += V) scores.template load<V>(k, row + tile.base + slot<V>(k, lane));
     return;
   }
   scores.fill();
 #pragma unroll
-  for (int k = 0; k < kLongSlots; ++k) {
-    const int at = Run(k - k % V, slot<V>(k - k % V, lane), shift).key(k % V);
-    if (at < tile.here) scores.template load<1>(k, row + position<Masked>(keys, tile.base + at));
+  for (int k = 0; k < kLongSlots; k += V) {
+    const int at = slot<V>(k, lane);
+    if (at < tile.here) scores.template load<V>(k, row + position<Masked>(keys, tile.base + at));
   }
 }
 
 template <typename T, int V, bool Masked>
 __device__ __forceinline__ void store_long(T* row, const Keys& keys, LongTile tile, int lane, const LongSlots& values) {
-  const int shift = shift_of<V>(row);
-  if (!Masked && tile.here == kLongTile) {
+  const bool whole = !Masked && tile.here == kLongTile;
 #pragma unroll
-    for (int k = 0; k < kLongSlots; k += V) {
-      const Run run(k, slot<V>(k, lane), shift);
-      Vector<T, V> stored;
+  for (int k = 0; k < kLongSlots; k += V) {
+    const int at = slot<V>(k, lane);
+    Vector<T, V> stored;
 #pragma unroll
-      for (int v = 0; v < V; ++v) stored.lanes[v] = rounded<T>(values[k + v]);
-      if (!run.split) *reinterpret_cast<Vector<T, V>*>(row + tile.base + run.at) = stored;
-    }
-    if (V == 1 || lane > 0 || shift == 0) return;
-#pragma unroll
-    for (int v = 0; v < V; ++v) row[tile.base + Run(0, 0, shift).key(v)] = rounded<T>(values[v]);
-    return;
-  }
-#pragma unroll
-  for (int k = 0; k < kLongSlots; ++k) {
-    const int at = Run(k - k % V, slot<V>(k - k % V, lane), shift).key(k % V);
-    if (at < tile.here) row[position<Masked>(keys, tile.base + at)] = rounded<T>(values[k]);
+    for (int v = 0; v < V; ++v) stored.lanes[v] = rounded<T>(values[k + v]);
+    if (whole || at < tile.here) *reinterpret_cast<Vector<T, V>*>(row + position<Masked>(keys, tile.base + at)) = stored;
   }
 }
 
@@ -235,7 +197,7 @@ __device__ __forceinline__ float long_exponentials(const LongScores<T>& x, LongT
   const bool uncertain = !(max < bits_to_float(0x7F800000u));
 #pragma unroll
   for (int first = 0; first < kLongSlots; first += kPart) {
-    if (first * kLanes < tile.here + kMostShift) {
+    if (first * kLanes < tile.here) {
       exponentials(x, first, max, uncertain, e, masked);
     } else {
       masked |= ((1u << kPart) - 1) << first;

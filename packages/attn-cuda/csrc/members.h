@@ -13,19 +13,19 @@ namespace py = pybind11;
 
 using Address = std::uintptr_t;
 
-// The members of a tuple, in order; std::runtime_error when it is none or their number is another one than was read.
+// The members of a tuple or list, in order; std::runtime_error when it is none or their number is another one than was read.
 class Members {
  public:
   explicit Members(PyObject* values) : values_(values) {
-    if (!PyTuple_Check(values)) throw std::runtime_error("attn_cuda: a tuple was expected");
+    if (!PyTuple_Check(values) && !PyList_Check(values)) throw std::runtime_error("attn_cuda: a tuple was expected");
   }
 
-  int64_t size() const { return PyTuple_GET_SIZE(values_); }
+  int64_t size() const { return PySequence_Fast_GET_SIZE(values_); }
+  bool ended() const { return index_ >= size(); }
 
   PyObject* next() {
-    PyObject* item = PyTuple_GetItem(values_, index_++);
-    if (item == nullptr) throw py::error_already_set();
-    return item;
+    if (ended()) throw std::runtime_error("attn_cuda: a tuple of more than " + std::to_string(index_) + " members was expected");
+    return PySequence_Fast_GET_ITEM(values_, index_++);
   }
 
   int64_t integer() {

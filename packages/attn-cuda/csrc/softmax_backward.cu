@@ -126,7 +126,7 @@ extern "C" int attn_cuda_softmax_backward(int device, void* stream, const attn_c
                                           const attn_cuda_rows* dprobs, const attn_cuda_mask* mask, const float* row_max,
                                           const float* row_sum, void* dscores) {
   using namespace attn_cuda;
-  return run_backward<2, false>(
+  return run_backward<2>(
       device, shape, scores, dprobs, mask, row_max, row_sum, dscores, [&](auto element, const SoftmaxBackward& arguments, bool vectors) {
         Block block;
         if (const int error = choose_block(device, kBackwardThreads, arguments.axes.rows, arguments.keys, 2, sizeof(TileSum), &block))

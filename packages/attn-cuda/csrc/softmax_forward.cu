@@ -134,7 +134,7 @@ struct Kernels {
 extern "C" int attn_cuda_softmax_forward(int device, void* stream, const attn_cuda_shape* shape, const attn_cuda_rows* scores,
                                          const attn_cuda_mask* mask, void* probs, int32_t probs_dtype, float* row_max, float* row_sum) {
   using namespace attn_cuda;
-  return run_forward<2, false>(
+  return run_forward<2>(
       device, shape, scores, mask, probs, probs_dtype, row_max, row_sum, [&](auto element, const SoftmaxForward& arguments, bool vectors) {
         Block block;
         if (const int error =

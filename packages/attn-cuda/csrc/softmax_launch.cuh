@@ -81,19 +81,6 @@ bool in_vectors(const void* data, int32_t dtype, int64_t keys) {
   return in_vectors<V>(data, dtype, {keys, keys, keys});
 }
 
-// Every row starts as many elements after a multiple of V as the same row of contiguous memory at `other` does.
-template <int V>
-bool in_step(const attn_cuda_shape& shape, const attn_cuda_rows& rows, const void* other, int32_t other_dtype) {
-  const auto place = [](const void* data, int32_t dtype) { return reinterpret_cast<uintptr_t>(data) / size_of(dtype) % V; };
-  bool same = place(rows.data, rows.dtype) == place(other, other_dtype);
-  int64_t stride = shape.keys;
-  for (int axis = 2; axis >= 0; --axis) {
-    if (shape.sizes[axis] != 1) same = same && (rows.strides[axis] - stride) % V == 0;
-    stride *= shape.sizes[axis];
-  }
-  return same;
-}
-
 // use(element), of the C++ type of `dtype`.
 template <typename Use>
 int with_element(int32_t dtype, Use use) {
@@ -115,9 +102,8 @@ auto choose_kernel(const Block& block, bool masked, bool vectors) {
   return vectors ? Kernels::template kernel<V, false, true, true>() : Kernels::template kernel<1, false, true, true>();
 }
 
-// Checks a call and, with `device` current, runs launch(element, arguments, vectors) with an element of the scores' type. `Rotated`: the
-// kernel's vectors may start anywhere in a row, as long as they do so in all of its arrays.
-template <int V, bool Rotated, typename Launch>
+// Checks a call and, with `device` current, runs launch(element, arguments, vectors) with an element of the scores' type.
+template <int V, typename Launch>
 int run_forward(int device, const attn_cuda_shape* shape, const attn_cuda_rows* scores, const attn_cuda_mask* mask, void* probs,
                 int32_t probs_dtype, float* row_max, float* row_sum, Launch launch) {
   if (const int refusal = check_shape(shape, mask)) return refusal;
@@ -136,13 +122,11 @@ int run_forward(int device, const attn_cuda_shape* shape, const attn_cuda_rows* 
                                  probs_dtype == ATTN_CUDA_FLOAT32,
                                  row_max,
                                  row_sum};
-  const bool vectors = Rotated
-                           ? in_step<V>(*shape, *scores, probs, probs_dtype)
-                           : in_vectors<V>(scores->data, scores->dtype, scores->strides) && in_vectors<V>(probs, probs_dtype, shape->keys);
+  const bool vectors = in_vectors<V>(scores->data, scores->dtype, scores->strides) && in_vectors<V>(probs, probs_dtype, shape->keys);
   return with_element(scores->dtype, [&](auto element) { return launch(element, arguments, vectors); });
 }
 
-template <int V, bool Rotated, typename Launch>
+template <int V, typename Launch>
 int run_backward(int device, const attn_cuda_shape* shape, const attn_cuda_rows* scores, const attn_cuda_rows* dprobs,
                  const attn_cuda_mask* mask, const float* row_max, const float* row_sum, void* dscores, Launch launch) {
   if (const int refusal = check_shape(shape, mask)) return refusal;
@@ -162,10 +146,8 @@ int run_backward(int device, const attn_cuda_shape* shape, const attn_cuda_rows*
                                   row_max,
                                   row_sum,
                                   dscores};
-  const bool vectors = Rotated ? in_step<V>(*shape, *scores, dscores, scores->dtype) && in_step<V>(*shape, *dprobs, dscores, scores->dtype)
-                               : in_vectors<V>(scores->data, scores->dtype, scores->strides) &&
-                                     in_vectors<V>(dprobs->data, dprobs->dtype, dprobs->strides) &&
-                                     in_vectors<V>(dscores, scores->dtype, shape->keys);
+  const bool vectors = in_vectors<V>(scores->data, scores->dtype, scores->strides) &&
+                       in_vectors<V>(dprobs->data, dprobs->dtype, dprobs->strides) && in_vectors<V>(dscores, scores->dtype, shape->keys);
   return with_element(scores->dtype, [&](auto element) { return launch(element, arguments, vectors); });
 }
 

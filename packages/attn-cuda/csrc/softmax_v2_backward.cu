@@ -121,10 +121,10 @@ extern "C" int attn_cuda_softmax_v2_backward(int device, void* stream, const att
                                              const attn_cuda_rows* dprobs, const attn_cuda_mask* mask, const float* row_max,
                                              const float* row_sum, void* dscores) {
   using namespace attn_cuda;
-  return run_backward<kLongVector, true>(
-      device, shape, scores, dprobs, mask, row_max, row_sum, dscores, [&](auto element, const SoftmaxBackward& arguments, bool vectors) {
-        const Block block = long_block(arguments.keys, kLongBackwardWarps);
-        const auto kernel = choose_kernel<Kernels<decltype(element)>, kLongVector, kLongVector>(block, mask != nullptr, vectors);
-        return static_cast<int>(launch(kernel, arguments, arguments.axes.rows, block, stream));
-      });
+  return run_backward<4>(device, shape, scores, dprobs, mask, row_max, row_sum, dscores,
+                         [&](auto element, const SoftmaxBackward& arguments, bool vectors) {
+                           const Block block = long_block(arguments.keys, kLongBackwardWarps);
+                           const auto kernel = choose_kernel<Kernels<decltype(element)>, 4, 4>(block, mask != nullptr, vectors);
+                           return static_cast<int>(launch(kernel, arguments, arguments.axes.rows, block, stream));
+                         });
 }

@@ -95,6 +95,8 @@ def test_what_a_launch_depends_on_makes_another_kind(recorder: tuple[Operators, 
         ((q, k, v), {"causal": 0}),
         ((q, k, v), {"scale": 1.0}),
         ((q, k, v), {"scale": 1}),
+        ((q, k, v), {"scale": 0.0}),
+        ((q, k, v), {"scale": -0.0}),
         ((q, k, v), {"window": (1, 0)}),
         ((q, k, v), {"window": (True, 0)}),
         ((q, k, v), {"return_lse": True}),
@@ -109,6 +111,7 @@ def test_what_a_launch_depends_on_makes_another_kind(recorder: tuple[Operators, 
     assert kernels.prepared == ["attention"] * len(calls)
 
 
+@pytest.mark.filterwarnings("ignore:Sparse CSR", "ignore:The PyTorch API of nested")
 def test_calls_that_need_more_than_a_launch_go_the_long_way(recorder: tuple[Operators, _Recorder]) -> None:
     operators, kernels = recorder
     q, k, v = _qkv()
@@ -126,6 +129,8 @@ def test_calls_that_need_more_than_a_launch_go_the_long_way(recorder: tuple[Oper
         with torch.utils._python_dispatch.TorchDispatchMode():
             assert operators.attention(q, k, v) is None
         assert torch.func.vmap(lambda q: torch.zeros(()) if operators.attention(q, k, v) is None else torch.ones(()))(q[None]) == 0
+        for strange in (q.to_sparse(), q[0, 0].to_sparse_csr(), torch.nested.nested_tensor([q[0], q[0, :1]]), q.to_mkldnn()):
+            assert operators.joint_attn_softmax(strange) is None
         assert operators.attention(q, k, v, q_start=0) is None  # a start becomes a tensor that the caller does not hold
         assert operators.attention(q, k, v, sinks=torch.zeros(4, dtype=torch.float64)) is None
     assert kernels.prepared == []

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import cache
+from functools import cache, partial
 from types import ModuleType
 from typing import Any
 
@@ -13,7 +13,7 @@ from torch import Tensor
 
 from attn_cuda._extension import build_reason, device_reason, extension
 
-__all__ = ["Array", "Launch", "address", "allocator", "array", "dtype_codes", "module_for", "place"]
+__all__ = ["Array", "Launch", "address", "allocator", "array", "contiguous_strides", "dtype_codes", "module_for", "place"]
 
 Array = tuple[int, int, torch.Size, tuple[int, ...]]
 """Address, dtype code, shape and element strides."""
@@ -56,12 +56,15 @@ def dtype_codes(module: ModuleType) -> dict[torch.dtype, int]:
 
 def allocator(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Callable[[], Tensor]:
     """Makes contiguous tensors: with given strides torch takes half as long as with a shape alone."""
+    return partial(torch.empty_strided, tuple(shape), contiguous_strides(shape), dtype=dtype, device=device)
+
+
+def contiguous_strides(shape: tuple[int, ...]) -> tuple[int, ...]:
     strides, step = [0] * len(shape), 1
     for axis in reversed(range(len(shape))):
         strides[axis] = step
         step *= max(shape[axis], 1)
-    sizes, steps = tuple(shape), tuple(strides)
-    return lambda: torch.empty_strided(sizes, steps, dtype=dtype, device=device)
+    return tuple(strides)
 
 
 def place(tensor: Tensor) -> tuple[int, int]:

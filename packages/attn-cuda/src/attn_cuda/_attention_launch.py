@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from dataclasses import fields, replace
+from operator import attrgetter
 from types import ModuleType
 from typing import Any
 
 import torch
 from attn_spec import UnsupportedProblem
-from attn_spec.torch import AttentionInputs
+from attn_spec.torch import AttentionInputs, Launches
 from torch import Tensor
 
 from attn_cuda._arrays import Launch, address, allocator, array, dtype_codes, module_for, place
@@ -17,7 +18,6 @@ __all__ = ["MAX_HEAD_DIM", "AttentionKernels", "prepare_attention", "problem_of"
 
 MAX_HEAD_DIM = 256
 """Largest head dim of q, k and v that the kernels hold."""
-_NULL = (0, 0, 0)
 _OPTIONS = (
     "query_mask",
     "key_mask",
@@ -31,10 +31,10 @@ _OPTIONS = (
     "sinks",
 )
 """What the kernels read as contiguous arrays, in the order of the C interface."""
-_POINTERS = len(_OPTIONS)
+_INPUTS = ("q", "k", "v", *_OPTIONS, "bias")
+"""All tensors, in the order of the C interface."""
 _TENSORS = [field.name for field in fields(AttentionInputs)][:14]
-_PLACES = {name: _OPTIONS.index(name) if name in _OPTIONS else _POINTERS for name in _TENSORS}
-"""The place of each tensor of the registered operator, in its order, among the options; the bias is behind them."""
+"""All tensors, in the order of the registered operator."""
 
 
 class AttentionKernels:
@@ -81,8 +81,8 @@ class AttentionKernels:
 def _forward(inputs: AttentionInputs, out_dtype: torch.dtype, count: int) -> tuple[Tensor, ...]:
     """out and the first ``count`` of LSE, row max and row sum."""
     inputs = with_contiguous_options(inputs)
-    found: tuple[Tensor, ...] = _forward_launch(inputs, out_dtype, count)([tensor.data_ptr() for tensor in tensors_of(inputs).values()])
-    return found
+    found: Tensor | tuple[Tensor, ...] = _FORWARD(out_dtype, count, *_VALUES(inputs))
+    return (found,) if isinstance(found, Tensor) else found
 
 
 def prepare_attention(arguments: tuple[Any, ...], wanted: int) -> Launch | None:
@@ -90,42 +90,40 @@ def prepare_attention(arguments: tuple[Any, ...], wanted: int) -> Launch | None:
     inputs, out_dtype = AttentionInputs(*arguments[:-1]), arguments[-1]
     if with_contiguous_options(inputs) is not inputs:
         return None
-    launch = _forward_launch(inputs, out_dtype, wanted - 1)
-    return launch if wanted > 1 else lambda addresses: launch(addresses)[0]
+    return _forward_launch(inputs, out_dtype, wanted - 1)
 
 
 def _forward_launch(inputs: AttentionInputs, out_dtype: torch.dtype, count: int) -> Launch:
-    """out and the first ``count`` of LSE, row max and row sum. The kernels keep the others in the workspace: allocations are a large part
-    of a small call. Options must be contiguous."""
+    """out alone, or a tuple with the first ``count`` of LSE, row max and row sum. The kernels keep the others in the workspace: allocations
+    are a large part of a small call. Options must be contiguous."""
     module, q, scale, tensors = _module(inputs), inputs.q, inputs.scale, tensors_of(inputs)
     codes, device, index = dtype_codes(module), q.device, q.device.index
     *outer, _ = q.shape
-    results = [allocator((*outer, inputs.v.shape[-1]), out_dtype, device)]
-    results += [allocator(inputs.row_shape, torch.float32, device)] * count
+    out_of, row_of = allocator((*outer, inputs.v.shape[-1]), out_dtype, device), allocator(inputs.row_shape, torch.float32, device)
+    results = [out_of, *[row_of] * count]
     if 0 in outer:
-        return lambda addresses: tuple([allocate() for allocate in results])
+        return lambda addresses: tuple([allocate() for allocate in results]) if count else out_of()
     problem = problem_of(codes, inputs)
     workspace_of = allocator((module.attention_forward_workspace(index, problem, scale),), torch.uint8, device)
-    batch, (_, *of_q), (_, *of_k), (_, *of_v), no_pointers, no_bias, *rest = problem
-    code, nulls, run, stream_of = codes[out_dtype], _NULL[count:], module.attention_forward, torch._C._cuda_getCurrentRawStream
-    places = [_PLACES[name] for name in tensors][3:]
+    run = module.AttentionForward(index, problem, scale, codes[out_dtype], tuple([_INPUTS.index(name) for name in tensors])).run
+    stream_of = torch._C._cuda_getCurrentRawStream
+
+    def launch_alone(addresses: list[int]) -> Tensor:
+        out, workspace = out_of(), workspace_of()
+        run(stream_of(index), addresses, [out.data_ptr()], workspace.data_ptr())
+        return out
 
     def launch(addresses: list[int]) -> tuple[Tensor, ...]:
-        pointers, bias = no_pointers, no_bias
-        if places:
-            given = [0] * (_POINTERS + 1)
-            for place, address in zip(places, addresses[3:], strict=True):
-                given[place] = address
-            pointers = tuple(given[:_POINTERS])
-            bias = None if no_bias is None else (given[_POINTERS], *no_bias[1:])
-        arrays = (addresses[0], *of_q), (addresses[1], *of_k), (addresses[2], *of_v)
         found = tuple([allocate() for allocate in results])
-        out, *rows = [tensor.data_ptr() for tensor in found]
         workspace = workspace_of()
-        run(index, stream_of(index), (batch, *arrays, pointers, bias, *rest), scale, (out, code, *rows, *nulls), workspace.data_ptr())
+        run(stream_of(index), addresses, [tensor.data_ptr() for tensor in found], workspace.data_ptr())
         return found
 
-    return launch
+    return launch if count else launch_alone
+
+
+_VALUES = attrgetter(*[field.name for field in fields(AttentionInputs)])
+_FORWARD = Launches(lambda out_dtype, count, *values: _forward_launch(AttentionInputs(*values), out_dtype, count))
 
 
 def _module(inputs: AttentionInputs, *others: Tensor | None) -> ModuleType:
@@ -153,7 +151,7 @@ def _check_rows(inputs: AttentionInputs, dout: Tensor, dlse: Tensor | None, row_
 
 def tensors_of(inputs: AttentionInputs) -> dict[str, Tensor]:
     """The tensors that are given, in the order of the registered operator."""
-    return {name: tensor for name in _PLACES if (tensor := getattr(inputs, name)) is not None}
+    return {name: tensor for name in _TENSORS if (tensor := getattr(inputs, name)) is not None}
 
 
 def with_contiguous_options(inputs: AttentionInputs) -> AttentionInputs:

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import torch
+from attn_spec.torch import Launches
 from torch import Tensor
 
-from attn_cuda._arrays import Launch, allocator, array, dtype_codes, module_for
+from attn_cuda._arrays import Launch, allocator, array, contiguous_strides, dtype_codes, module_for
 
 __all__ = ["ProductKernels", "over_keys", "over_width"]
 
@@ -15,23 +16,25 @@ class ProductKernels:
 
     def qk_gemm_forward(self, q: Tensor, k: Tensor, scale: float, out_dtype: torch.dtype) -> Tensor:
         """q [B, H, S, D], k [B, K, T, D] -> scores [B, H, S, T] of ``out_dtype``."""
-        return _run(over_width(q, k, scale, out_dtype), q, k)
+        found: Tensor = _OVER_WIDTH(q, k, scale, out_dtype)
+        return found
 
     def qk_gemm_backward(
         self, dscores: Tensor, q: Tensor, k: Tensor, scale: float, needs: tuple[bool, bool]
     ) -> tuple[Tensor | None, Tensor | None]:
         """dscores [B, H, S, T] -> dq, dk as needed, in the dtypes of q and k."""
-        dq = _run(over_keys(dscores, k, scale, q.dtype), dscores, k) if needs[0] else None
-        return dq, _run(_over_queries(dscores, q, k, scale), dscores, q) if needs[1] else None
+        dq = _OVER_KEYS(dscores, k, scale, q.dtype) if needs[0] else None
+        return dq, _OVER_QUERIES(dscores, q, tuple(k.shape), scale, k.dtype) if needs[1] else None
 
     def av_gemm_forward(self, probs: Tensor, v: Tensor, out_dtype: torch.dtype) -> Tensor:
         """probs [B, H, S, T], v [B, K, T, V] -> out [B, H, S, V] of ``out_dtype``."""
-        return _run(over_keys(probs, v, 1.0, out_dtype), probs, v)
+        found: Tensor = _OVER_KEYS(probs, v, 1.0, out_dtype)
+        return found
 
     def av_gemm_backward(self, dout: Tensor, probs: Tensor, v: Tensor, needs: tuple[bool, bool]) -> tuple[Tensor | None, Tensor | None]:
         """dout [B, H, S, V] -> dprobs, dv as needed, in the dtypes of probs and v."""
-        dprobs = _run(over_width(dout, v, 1.0, probs.dtype), dout, v) if needs[0] else None
-        return dprobs, _run(_over_queries(probs, dout, v, 1.0), probs, dout) if needs[1] else None
+        dprobs = _OVER_WIDTH(dout, v, 1.0, probs.dtype) if needs[0] else None
+        return dprobs, _OVER_QUERIES(probs, dout, tuple(v.shape), 1.0, v.dtype) if needs[1] else None
 
 
 def over_width(rows: Tensor, keys: Tensor, scale: float, out_dtype: torch.dtype) -> Launch:
@@ -48,30 +51,26 @@ def over_keys(weights: Tensor, keys: Tensor, scale: float, out_dtype: torch.dtyp
     return _launch(kind, kv_heads, scale, weights, keys, (batch, heads, queries, width), out_dtype)
 
 
-def _over_queries(weights: Tensor, rows: Tensor, like: Tensor, scale: float) -> Launch:
-    """weights [B, H, S, T], rows [B, H, S, W] -> a gradient of ``like`` [B, K, T, W]."""
-    kind = module_for(weights, rows, like).OVER_QUERIES
-    return _launch(kind, like.shape[1], scale, weights, rows, tuple(like.shape), like.dtype)
+def _over_queries(weights: Tensor, rows: Tensor, shape: tuple[int, ...], scale: float, out_dtype: torch.dtype) -> Launch:
+    """weights [B, H, S, T], rows [B, H, S, W] -> a gradient of ``shape`` [B, K, T, W]."""
+    return _launch(module_for(weights, rows).OVER_QUERIES, shape[1], scale, weights, rows, shape, out_dtype)
 
 
 def _launch(kind: int, kv_heads: int, scale: float, left: Tensor, right: Tensor, shape: tuple[int, ...], out_dtype: torch.dtype) -> Launch:
     module, device = module_for(left, right), left.device
-    product, codes, index = module.product, dtype_codes(module), device.index
-    _, *of_left = array(codes, left)
-    _, *of_right = array(codes, right)
-    allocate, stream_of, code = allocator(shape, out_dtype, device), torch._C._cuda_getCurrentRawStream, codes[out_dtype]
+    codes, index = dtype_codes(module), device.index
+    allocate, stream_of = allocator(shape, out_dtype, device), torch._C._cuda_getCurrentRawStream
     if 0 in shape:
         return lambda addresses: allocate()
+    out_array = 0, codes[out_dtype], torch.Size(shape), contiguous_strides(shape)
+    run = module.Product(index, (kind, kv_heads, array(codes, left), array(codes, right), out_array), scale).run
 
     def launch(addresses: list[int]) -> Tensor:
         out = allocate()
-        arrays = (addresses[0], *of_left), (addresses[1], *of_right), (out.data_ptr(), code, shape, out.stride())
-        product(index, stream_of(index), (kind, kv_heads, *arrays), scale)
+        run(stream_of(index), *addresses, out.data_ptr())
         return out
 
     return launch
 
 
-def _run(launch: Launch, *tensors: Tensor) -> Tensor:
-    out: Tensor = launch([tensor.data_ptr() for tensor in tensors])
-    return out
+_OVER_WIDTH, _OVER_KEYS, _OVER_QUERIES = Launches(over_width), Launches(over_keys), Launches(_over_queries)

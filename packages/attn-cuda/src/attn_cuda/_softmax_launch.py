@@ -8,6 +8,7 @@ from types import ModuleType
 from typing import Any
 
 import torch
+from attn_spec.torch import Launches
 from torch import Tensor
 
 from attn_cuda._arrays import Launch, allocator, dtype_codes, module_for, place
@@ -96,10 +97,10 @@ def _forward(kernel: str, scores: Tensor, mask: Tensor | None, out_dtype: torch.
     """probs and, if it is kept, the state of the rows."""
     module = _module(scores, mask)
     mask = None if mask is None else mask.contiguous()
-    sizes, (rows,), (scores,) = _rows(module, scores)
+    _, _, (scores,) = _rows(module, scores)
     stored = out_dtype if out_dtype in (scores.dtype, torch.float32) else torch.float32
-    launch = _forward_launch(kernel, module, scores, sizes, rows, mask, stored, keeps_state)
-    probs, *state = launch([scores.data_ptr(), *([] if mask is None else [mask.data_ptr()])])
+    found: Tensor | tuple[Tensor, ...] = _FORWARD(kernel, scores, mask, stored, keeps_state)
+    probs, *state = (found,) if isinstance(found, Tensor) else found
     return probs if stored == out_dtype else probs.to(out_dtype), *state
 
 
@@ -107,37 +108,45 @@ def prepare_softmax(kernel: str, arguments: tuple[Any, ...]) -> Launch | None:
     """The call of the registered operator for its probabilities, or None for one that needs copies or a conversion."""
     scores, mask, out_dtype = arguments
     module = _module(scores, mask)
-    sizes, (rows,), (addressed,) = _rows(module, scores)
+    _, _, (addressed,) = _rows(module, scores)
     if addressed is not scores or (mask is not None and not mask.is_contiguous()) or out_dtype not in (scores.dtype, torch.float32):
         return None
-    launch = _forward_launch(kernel, module, scores, sizes, rows, mask, out_dtype, False)
-    return lambda addresses: launch(addresses)[0]
+    return _forward_launch(kernel, scores, mask, out_dtype, False)
 
 
-def _forward_launch(
-    kernel: str, module: ModuleType, scores: Tensor, sizes: Sizes, rows: Rows, mask: Tensor | None, stored: torch.dtype, keeps_state: bool
-) -> Launch:
-    """probs of dtype ``stored`` and, if it is kept, the state of the rows, from the addresses of scores and of a contiguous mask."""
+def _forward_launch(kernel: str, scores: Tensor, mask: Tensor | None, stored: torch.dtype, keeps_state: bool) -> Launch:
+    """probs of dtype ``stored`` alone, or with the state of the rows if it is kept, of scores that need no copy and a contiguous mask."""
+    module = _module(scores, mask)
+    sizes, (rows,), _ = _rows(module, scores)
     device, index, keys = scores.device, scores.device.index, scores.shape[-1]
-    results = [allocator(scores.shape, stored, device)]
-    if keeps_state:
-        results += [allocator(scores.shape[:-1], torch.float32, device)] * 2
-    if scores.numel() == 0:
-        return lambda addresses: tuple([allocate() for allocate in results])
+    probs_of, state_of = allocator(scores.shape, stored, device), allocator(scores.shape[:-1], torch.float32, device)
+    empty = scores.numel() == 0
     run, stream_of, code = getattr(module, kernel), torch._C._cuda_getCurrentRawStream, dtype_codes(module)[stored]
     compact = None if mask is None else _compaction(module, scores, mask)
     _, *of_scores = rows
 
-    def launch(addresses: list[int]) -> tuple[Tensor, ...]:
-        found = tuple([allocate() for allocate in results])
-        probs, row_max, row_sum = [tensor.data_ptr() for tensor in found] if keeps_state else (found[0].data_ptr(), 0, 0)
+    def enqueue(addresses: list[int], probs: int, row_max: int, row_sum: int) -> None:
+        if empty:
+            return
         stream = stream_of(index)
         compacted, held = (None, None) if compact is None else compact(addresses[1], stream)
         run(index, stream, sizes, keys, (addresses[0], *of_scores), compacted, probs, code, row_max, row_sum)
         del held
-        return found
 
-    return launch
+    def launch_alone(addresses: list[int]) -> Tensor:
+        probs = probs_of()
+        enqueue(addresses, probs.data_ptr(), 0, 0)
+        return probs
+
+    def launch(addresses: list[int]) -> tuple[Tensor, ...]:
+        probs, row_max, row_sum = probs_of(), state_of(), state_of()
+        enqueue(addresses, probs.data_ptr(), row_max.data_ptr(), row_sum.data_ptr())
+        return probs, row_max, row_sum
+
+    return launch if keeps_state else launch_alone
+
+
+_FORWARD = Launches(_forward_launch)
 
 
 def _module(scores: Tensor, mask: Tensor | None, *others: Tensor) -> ModuleType:

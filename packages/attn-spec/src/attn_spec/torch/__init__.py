@@ -11,3 +11,4 @@ from attn_spec.torch._kernels import Kernels as Kernels
 from attn_spec.torch._partials import PartialOperators as PartialOperators
 from attn_spec.torch._partials import Partials as Partials
 from attn_spec.torch._public import Operators as Operators
+from attn_spec.torch._remembered import Launches as Launches

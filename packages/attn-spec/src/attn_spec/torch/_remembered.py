@@ -21,7 +21,7 @@ from attn_spec.torch._operation import PLAIN, watched
 if TYPE_CHECKING:
     from attn_spec.torch._public import Operators
 
-__all__ = ["Remembered", "remembered"]
+__all__ = ["Launches", "Remembered", "remembered"]
 
 Parameters = ParamSpec("Parameters")
 Result = TypeVar("Result")
@@ -48,6 +48,28 @@ class Remembered:
         self.launches[kind] = launch
 
 
+class Launches:
+    """Runs the launch that ``prepare`` makes of plain values and tensors; one is made for each kind of them.
+
+    For an engine's own calls, which also those reach that come through autograd or torch's dispatcher.
+    """
+
+    def __init__(self, prepare: Callable[..., Launch]) -> None:
+        self._remembered = Remembered(prepare)
+
+    def __call__(self, *values: Any) -> Any:
+        kind: list[Any] = []
+        addresses: list[int] = []
+        if not _describe(values, kind, addresses, recorded=False):
+            return self._remembered.prepare(*values)([value.data_ptr() for value in values if isinstance(value, Tensor)])
+        key = tuple(kind)
+        launch = self._remembered.launches.get(key)
+        if launch is None:
+            launch = self._remembered.prepare(*values)
+            self._remembered.add(key, launch)
+        return launch(addresses)
+
+
 def remembered(
     function: Callable[Concatenate[Operators, Parameters], Result],
 ) -> Callable[Concatenate[Operators, Parameters], Result]:
@@ -61,7 +83,7 @@ def remembered(
             return function(self, *arguments, **keywords)
         kind: list[Any] = [name, self._out_dtype, *keywords]
         addresses: list[int] = []
-        if not _describe((*arguments, *keywords.values()), kind, addresses):
+        if not _describe((*arguments, *keywords.values()), kind, addresses, torch.is_grad_enabled()):
             return function(self, *arguments, **keywords)
         key = tuple(kind)
         launch = kinds.launches.get(key)
@@ -76,24 +98,27 @@ def remembered(
     return call
 
 
-def _describe(values: tuple[Any, ...], kind: list[Any], addresses: list[int]) -> bool:
+def _describe(values: tuple[Any, ...], kind: list[Any], addresses: list[int], recorded: bool) -> bool:
     """Appends what a launch depends on, and the address of each tensor; False for a call that always goes the long way: one that needs a
-    gradient, or has something that is neither a plain dense tensor nor a plain value. Types are part of a kind, since True equals 1."""
-    recorded = torch.is_grad_enabled()
-    for value in values:
-        what = type(value)
-        if what in PLAIN:
-            if value.layout is not torch.strided or value.is_nested or (recorded and value.requires_grad) or value.is_neg():
+    gradient where calls are ``recorded``, or has something that is neither a plain dense tensor nor a plain value. Types are part of a
+    kind, since True equals 1, and zeros are texts, since 0.0 equals -0.0."""
+    try:
+        for value in values:
+            what = type(value)
+            if what in PLAIN:
+                if (recorded and value.requires_grad) or value.is_neg():
+                    return False
+                address = value.data_ptr()
+                addresses.append(address)
+                kind += (value.shape, value.stride(), value.dtype, value.device, address % _ALIGNMENT)
+            elif what in _VALUES:
+                kind += (what, value or str(value))
+            elif what is tuple:
+                kind += (what, value, *map(type, value))
+            else:
                 return False
-            address = value.data_ptr()
-            addresses.append(address)
-            kind += (value.shape, value.stride(), value.dtype, value.device, address % _ALIGNMENT)
-        elif what in _VALUES:
-            kind += (what, value)
-        elif what is tuple:
-            kind += (what, value, *map(type, value))
-        else:
-            return False
+    except RuntimeError:  # sparse and nested tensors have no address or no strides
+        return False
     return True
 
 
