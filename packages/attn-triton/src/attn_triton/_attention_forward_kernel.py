@@ -13,7 +13,7 @@ from attn_triton._chain_kernel import read_rows, weighted_chain
 from attn_triton._device_function import device_function
 from attn_triton._scores_kernel import QUARTER, key_rows, probabilities, row_values, scores_of, tree_max, tree_sum
 from attn_triton._softmax_kernel import _merge, _store, exp_nonpositive, max_nan
-from attn_triton._visibility_kernel import find_work, keys_at, rows_at, sizes_of, slot_range
+from attn_triton._visibility_kernel import again, find_work, keys_at, rows_at, sizes_of, slot_range
 
 __all__ = ["attention_outputs", "attention_row_states"]
 
@@ -109,6 +109,7 @@ def attention_row_states(
     for first in range(begin & -TILE, end, TILE):
         tile_max, tile_sum = _tile_state(arrays, sizes, item, work.kv_head, rows, first, ROWS, KEYS, CHUNK, DOT)
         m, s = _merge(m, s, tile_max, tile_sum)
+    rows = rows_at(arrays, sizes, item, work.kv_head, again(work.block, DOT) * ROWS, ROWS)
     if arrays.sinks is not None:
         sink = tl.load(arrays.sinks + rows.head, mask=rows.present, other=NEGATIVE_INFINITY)
         m, s = _merge(m, s, sink, tl.full([ROWS], 1.0, tl.float32))
@@ -170,6 +171,7 @@ def attention_outputs(
     if not SELECT:
         nan = tl.max(tl.max((acc != acc).to(tl.int32), axis=1), axis=0)
         tl.store(spoiled + tl.program_id(0), nan)
+    rows = rows_at(arrays, sizes, item, work.kv_head, again(work.block, DOT) * ROWS, ROWS)
     into = item.batch * out_batch + rows.head * out_head + (item.first_query + rows.query) * out_row
     column = tl.arange(0, COLUMNS)
     present = rows.present[:, None] & (column < arrays.value_dim)[None, :]

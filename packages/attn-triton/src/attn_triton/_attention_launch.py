@@ -40,7 +40,7 @@ class ForwardConfigs:
 
 CONFIGS = {
     "cuda": ForwardConfigs(
-        states=Config(rows=64, num_warps=8, chunk=16),
+        states=Config(rows=32, num_warps=8, keys=256, chunk=16),
         indexed=Config(rows=32, num_warps=8, chunk=16),
         outputs={128: Config(rows=32, num_warps=4, chunk=16), 256: Config(rows=32, num_warps=8, chunk=16)},
         select=Config(rows=32, num_warps=8, keys=16, chunk=16),

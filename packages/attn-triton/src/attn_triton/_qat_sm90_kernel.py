@@ -16,8 +16,8 @@ from attn_triton._nvfp4_sm90_kernel import p_along_columns, p_along_rows
 from attn_triton._scores_kernel import row_values
 from attn_triton._sm90_arithmetic_kernel import LN2, LOG2E, add_rn, class_sums, ex2, row_sum, tree_sum, zero_if_dead
 from attn_triton._sm90_backward_kernel import PAD, _line, _row_block, _rows_of_queries, _store_block
-from attn_triton._sm90_forward_kernel import _sinks, again, find_block, key_block, key_tiles, query_block
-from attn_triton._visibility_kernel import rows_at, sizes_of
+from attn_triton._sm90_forward_kernel import _sinks, find_block, key_block, key_tiles, query_block
+from attn_triton._visibility_kernel import again, rows_at, sizes_of
 
 __all__ = ["qat_forward", "qat_key_gradients", "qat_query_gradients", "qat_row_values"]
 
@@ -121,7 +121,7 @@ def qat_forward(
     total = row_sum(classes, ROWS)
     dead = (top == NEGATIVE_INFINITY) & (total == 0.0)
     empty = tl.full((ROWS,), NEGATIVE_INFINITY, tl.float32)
-    rows = rows_at(arrays, sizes, item, kv_head, again(block) * ROWS, ROWS)
+    rows = rows_at(arrays, sizes, item, kv_head, again(block, True) * ROWS, ROWS)
     if sink is not None:
         total = total + ex2(sink * LOG2E - z)
         empty = sink
@@ -302,7 +302,7 @@ def qat_query_gradients(
         acc = _query_tile(
             q, do, k_tiles, b_tiles, v_tiles, item, kv_head, rows, tile, z, inverse, delta, acc, c, ROWS, D, True, SAME, PACKED, GARBAGE
         )
-    rows = rows_at(arrays, sizes, item, kv_head, again(block) * ROWS, ROWS)
+    rows = rows_at(arrays, sizes, item, kv_head, again(block, True) * ROWS, ROWS)
     _store_block(dq, dq_batch, dq_head, dq_row, item, rows, acc * sizes.scale, D)
 
 
@@ -400,7 +400,7 @@ def qat_key_gradients(
             if not SAME:
                 right = _rows_of_queries(b_tiles, b_row_0, arrays.q_row, item, head, first, present, ROWS, D, PACKED)
             dk_sum = tl.dot(ds.to(q.dtype), right, dk_sum)
-    key = (again(block) * KEYS).to(tl.int32) + tl.arange(0, KEYS)
+    key = (again(block, True) * KEYS).to(tl.int32) + tl.arange(0, KEYS)
     into = item.batch * d_batch + kv_head * d_head + (item.first_key + key) * d_row
     into = into[:, None] + tl.arange(0, D)[None, :]
     inside = (key < item.keys)[:, None]

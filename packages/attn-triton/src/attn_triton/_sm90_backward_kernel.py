@@ -13,8 +13,8 @@ import triton.language as tl
 from attn_triton._device_function import device_function
 from attn_triton._scores_kernel import row_values
 from attn_triton._sm90_arithmetic_kernel import LOG2E, add_rn, ex2, tree_sum
-from attn_triton._sm90_forward_kernel import again, find_block, key_block, key_phase, key_tiles, part_of, query_block
-from attn_triton._visibility_kernel import item_of, rows_at, sizes_of
+from attn_triton._sm90_forward_kernel import find_block, key_block, key_phase, key_tiles, part_of, query_block
+from attn_triton._visibility_kernel import again, item_of, rows_at, sizes_of
 
 __all__ = [
     "ROW_PAD",
@@ -202,7 +202,7 @@ def attention_query_gradients(
             acc = _query_tiles(
                 q, do, k_tiles, v_tiles, item, kv_head, seen, phase, origin, delta, acc, c, N, D, STAGES, WINDOWED, PACKED, GARBAGE
             )
-    rows = rows_at(arrays, sizes, item, kv_head, again(block) * ROWS, ROWS)
+    rows = rows_at(arrays, sizes, item, kv_head, again(block, True) * ROWS, ROWS)
     _store_block(dq, dq_batch, dq_head, dq_row, item, rows, acc * sizes.scale, D)
 
 
@@ -297,7 +297,8 @@ def attention_key_gradients(
             delta = tl.load(deltas + line + query)
             ds = p * (dp - delta[None, :])
             dk_sum = tl.dot(ds.to(q.dtype), q, dk_sum)
-    key = (again(block) * KEYS).to(tl.int32) + tl.arange(0, KEYS)
+    item = item_of(arrays, sizes, again(item.batch, True))
+    key = again(first_key.to(tl.int64), True).to(tl.int32) + tl.arange(0, KEYS)
     into = item.batch * d_batch + kv_head * d_head + (item.first_key + key) * d_row
     into = into[:, None] + tl.arange(0, D)[None, :]
     used = key < item.used

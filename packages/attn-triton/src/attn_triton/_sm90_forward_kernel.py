@@ -13,7 +13,7 @@ import triton.language as tl
 from attn_triton._device_function import device_function
 from attn_triton._scores_kernel import row_values
 from attn_triton._sm90_arithmetic_kernel import class_sums, empty_state, ex2, finish, merge, row_sum, zero_if_dead
-from attn_triton._visibility_kernel import Rows, item_of, rows_at, sizes_of
+from attn_triton._visibility_kernel import Rows, again, item_of, rows_at, sizes_of
 
 __all__ = [
     "SEGMENT_KEYS",
@@ -66,7 +66,7 @@ def find_block(arrays, sizes, plan, per_item, program, LAST_FIRST: tl.constexpr)
         if LAST_FIRST:
             block = through - 1 - outer
         block = tl.where((kv_head < sizes.kv_heads) & (outer < through), block, -1)
-        kv_head = tl.minimum(kv_head, sizes.kv_heads - 1)
+        kv_head = tl.minimum(kv_head.to(tl.int32), sizes.kv_heads - 1).to(tl.int64)
     return item_of(arrays, sizes, batch), kv_head, block
 
 
@@ -208,12 +208,6 @@ def _keys(
 
 
 @device_function
-def again(number):
-    """The same int64, of which the compiler does not know it: what is computed from it is computed anew, not kept in registers."""
-    return tl.inline_asm_elementwise("mov.b64 $0, $1;", "=l,l", [number], dtype=tl.int64, is_pure=True, pack=1)
-
-
-@device_function
 def _sinks(arrays, rows):
     sink = None
     if arrays.sinks is not None:
@@ -276,7 +270,7 @@ def attention_forward(
             n, total, o = _keys(
                 q, k_tiles, v_tiles, item, kv_head, seen, phase, 0, n, total, o, c, ROWS, N, D, STAGES, WINDOWED, PACKED, GARBAGE, True
             )
-    rows = rows_at(arrays, sizes, item, kv_head, again(block) * ROWS, ROWS)
+    rows = rows_at(arrays, sizes, item, kv_head, again(block, True) * ROWS, ROWS)
     values, logs = finish(n, total, o, _sinks(arrays, rows))
     _store_rows(out, out_batch, out_head, out_row, lse, arrays, sizes, item, rows, values, logs, D)
 
@@ -298,7 +292,7 @@ def _store_segment(
     )  # fmt: skip
     heads = sizes.kv_heads.to(tl.int64) * sizes.group
     every = heads * sizes.queries if PACKED else heads * sizes.queries * sizes.batch
-    rows = rows_at(arrays, sizes, item, kv_head, again(block) * M, M)
+    rows = rows_at(arrays, sizes, item, kv_head, again(block, True) * M, M)
     at = segment * every + row_values(arrays, sizes, item, rows)
     tl.store(parts_n + at, n, mask=rows.present)
     tl.store(parts_sum + at, total, mask=rows.present)

@@ -234,9 +234,9 @@ def softmax_backward(
     for tile in range(0, _tiles(length)):
         first = tile * TILE
         x, place, present = _logical_scores(scores, index, row_start, mask_start, length, first, slot, HAS_MASK)
+        e, tile_max = _exponentials(x)
         base = row_start if HAS_MASK else row_start + first
         dp = _load((dprobs + base)[None, :, None], place, present)
-        e, tile_max = _exponentials(x)
         dx = (e * _factor(tile_max, m, s)[None, :, None]) * (dp - delta[None, :, None])
         dx = tl.where(x == NEGATIVE_INFINITY, 0.0, dx + 0.0)
         _store_tile(dscores, row_start, first, place, dx, present, HAS_MASK, INTEGER_ROUNDING)

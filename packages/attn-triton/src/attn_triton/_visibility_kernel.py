@@ -19,6 +19,7 @@ __all__ = [
     "Keys",
     "Rows",
     "Work",
+    "again",
     "find_work",
     "item_of",
     "keys_at",
@@ -80,6 +81,14 @@ class Keys(NamedTuple):
 
     stored: Any
     present: Any
+
+
+@device_function
+def again(number, NVIDIA: tl.constexpr):
+    """The same int64, of which an NVIDIA compiler does not know it: what is computed from it is computed anew, not kept in registers."""
+    if NVIDIA:
+        number = tl.inline_asm_elementwise("mov.b64 $0, $1;", "=l,l", [number], dtype=tl.int64, is_pure=True, pack=1)
+    return number
 
 
 @device_function
