@@ -60,9 +60,9 @@ CONFIGS = {
         segments=TileConfig(16, 4, 2),
         merge=TileConfig(1, 4, 4),
         delta=TileConfig(32, 4, 1),
-        queries=TileConfig(64, 8, 1),
+        queries=TileConfig(64, 8, 2),
         keys=TileConfig(64, 8, 1, others=64),
     ),
 }
 """By head dim, the quickest of those tried on one H200 (Triton 3.6, 2026-11-30). Two or three programs of 64 rows share a processor, so
-that its tensor cores have work while one of them takes exponentials."""
+that its tensor cores have work while one of them takes exponentials. dq of 256 has two stages: with one, Triton 3.6 keeps values in memory."""
