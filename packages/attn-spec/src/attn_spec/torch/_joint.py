@@ -5,7 +5,6 @@ Source: docs/contracts/sm90-v1.md, section 5.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -16,7 +15,6 @@ from attn_spec._sm90 import SEGMENT, STEP
 __all__ = ["JointLayout"]
 
 
-@dataclass(frozen=True)
 class JointLayout:
     """Where the rows of text and image lie: kept text in order from 0, zeros, and image from the next multiple of ``STEP`` (queries) or
     ``SEGMENT`` (keys).
@@ -24,9 +22,13 @@ class JointLayout:
     ``prompt_mask`` is bool [B, text], True keeps; None keeps all.
     """
 
-    prompt_mask: Tensor | None
-    text: int
-    image: int
+    def __init__(self, prompt_mask: Tensor | None, text: int, image: int) -> None:
+        self.prompt_mask, self.text, self.image = prompt_mask, text, image
+        if prompt_mask is not None:
+            kept, dropped = prompt_mask.cumsum(1), (~prompt_mask).cumsum(1)
+            self._count = prompt_mask.sum(1, keepdim=True)
+            self._places = torch.where(prompt_mask, kept, self._count + dropped) - 1
+            self._order = torch.argsort(~prompt_mask, dim=1, stable=True)
 
     @property
     def first_query(self) -> int:
@@ -50,8 +52,7 @@ class JointLayout:
         """Text rows in their places, +0 where the mask drops them, and image rows."""
         text, image = out[:, :, : self.text], out[:, :, self.first_query :]
         if self.prompt_mask is not None:
-            order, places = self._order()
-            text = torch.where(_column(self.prompt_mask), _reordered(text, places, order), 0.0)
+            text = torch.where(_column(self.prompt_mask), _reordered(text, self._places, self._order), 0.0)
         return text, image
 
     def key_mask(self, keys: Tensor) -> Tensor | None:
@@ -59,22 +60,15 @@ class JointLayout:
         if self.prompt_mask is None and self.first_key == self.text:
             return None
         place = torch.arange(self.first_key + self.image, device=keys.device)
-        kept = self.text if self.prompt_mask is None else self.prompt_mask.sum(1, keepdim=True)
+        kept = self.text if self.prompt_mask is None else self._count
         return ((place < kept) | (place >= self.first_key)).expand(keys.shape[0], -1)
 
     def _joined(self, text: Tensor, image: Tensor, first: int) -> Tensor:
         if self.prompt_mask is not None:
-            order, places = self._order()
-            kept = torch.gather(self.prompt_mask, 1, order)
-            text = torch.where(_column(kept), _reordered(text, order, places), 0.0)
+            kept = torch.arange(self.text, device=text.device) < self._count
+            text = torch.where(_column(kept), _reordered(text, self._order, self._places), 0.0)
         gap = text.new_zeros((*text.shape[:2], first - self.text, text.shape[3]))
         return torch.cat((text, gap, image), dim=2)
-
-    def _order(self) -> tuple[Tensor, Tensor]:
-        """The stored rows, kept ones first, and its inverse, int64 [B, text]."""
-        assert self.prompt_mask is not None
-        order = torch.argsort(~self.prompt_mask, dim=1, stable=True)
-        return order, torch.argsort(order, dim=1)
 
 
 def _column(mask: Tensor) -> Tensor:
