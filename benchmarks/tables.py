@@ -210,6 +210,22 @@ def sanitizer(document: Document) -> str:
     return markdown(["tool", "parts", "errors", "parts that did not end", "seconds"], lines)
 
 
+def four_bit(document: Document) -> str:
+    """Milliseconds of each direction and of a training step, and how many times as long the baselines take for a step."""
+    rows, found = document["results"], document["ratios"]
+    lines = []
+    for case, contender in dict.fromkeys((row["case"], row["contender"]) for row in rows):
+        times = [
+            cell(rows, "median_ms", two_digits, case=case, contender=contender, direction=way) for way in ("forward", "backward", "step")
+        ]
+        shares = [
+            cell(found, "times_faster", two_digits, case=case, contender=contender, beside=peer, direction="step")
+            for peer in ("unquantized", "32x32 tiles")
+        ]
+        lines.append([case, contender, *times, *shares])
+    return markdown(["heads x tokens", "", "forward, ms", "backward, ms", "step, ms", "of unquantized", "of 32x32 tiles"], lines)
+
+
 TABLES: dict[str, tuple[str, Callable[[Document], str]]] = {
     "softmax": ("softmax-h200.json", lambda document: softmax(document, "forward")),
     "softmax-backward": ("softmax-h200.json", lambda document: softmax(document, "backward")),
@@ -222,6 +238,7 @@ TABLES: dict[str, tuple[str, Callable[[Document], str]]] = {
     "overhead": ("latency-h200.json", overhead),
     "sm90": ("sm90-h200.json", tensor_cores),
     "sm90-decode": ("sm90-h200.json", tensor_core_decode),
+    "qat": ("qat-h200.json", four_bit),
     "jax": ("jax-h200.json", jax_attention),
     "jax-cpu": ("jax-cpu.json", jax_attention),
     "tile-sweep": ("tile-sweep-h200.json", tiles),
