@@ -65,4 +65,4 @@ CONFIGS = {
     ),
 }
 """By head dim, the quickest of those tried on one H200 (Triton 3.6, 2026-11-30). Two or three programs of 64 rows share a processor, so
-that its tensor cores have work while one of them takes exponentials. dq of 256 has two stages: with one, Triton 3.6 keeps values in memory."""
+that its tensor cores have work while one of them takes exponentials. dq of 256 has two stages: with one, Triton 3.6 spills."""
