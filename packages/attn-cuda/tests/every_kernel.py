@@ -204,7 +204,7 @@ def tensor_core_problems() -> Iterator[Work]:
             yield Work(f"{name} window", partial(attention, sizes, dtype, ("sinks",), window=(150, 0), **options))
             lengths: dict[str, Any] = {"kv_lengths": lambda: torch.tensor([1450], device=DEVICE), "k_start": 100, "q_start": 1400}
             yield Work(f"{name} segments", partial(attention, Sizes(2, 1, 5, 1500, width, width), dtype, contract=SM90, **lengths))
-            many = Sizes(72, 72, 200, 150, width, width)
+            many = Sizes(140, 140, 3, 9, width, width)
             yield Work(f"{name} more blocks than processors", partial(attention, many, dtype, contract=SM90))
             yield Work(f"{name} packed", partial(tensor_core_packed, dtype, width))
 

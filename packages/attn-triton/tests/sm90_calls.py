@@ -198,6 +198,9 @@ CALLS: dict[str, Callable[[], Problem]] = {
     "window": lambda: dense(queries=300, keys=300, window=(100, 0), sinks=True),
     "window on both sides": lambda: dense(queries=300, keys=333, causal=False, window=(40, 60)),
     "window of a decode step": lambda: dense(queries=2, keys=2300, window=(1100, 0), sinks=True),
+    "decode of many items": lambda: dense(
+        batch=140, queries=1, keys=4500, more={"kv_lengths": ints(*(37 * item % 4501 for item in range(140)))}, sinks=True
+    ),
     "lengths": lambda: dense(batch=4, queries=4, keys=140, more={"kv_lengths": ints(140, 0, 1, 129)}, sinks=True),
     "starts": lambda: dense(
         batch=4, queries=5, keys=1100, more={"k_start": ints(1, 1000, 1023, 2048), "kv_lengths": ints(1100, 1099, 30, 700)}
