@@ -8,7 +8,7 @@ from typing import Any
 import attn_cuda
 import pytest
 import torch
-from attn_spec.torch import Operators
+from attn_spec.torch import Launches, Operators
 from torch import Tensor
 
 Same = Callable[..., None]
@@ -137,6 +137,25 @@ def test_calls_that_need_more_than_a_launch_go_the_long_way(recorder: tuple[Oper
     with torch.no_grad():
         operators.attention(leaf, k, v)
         assert operators.attention(leaf, k, v) == _addresses(leaf, k, v)
+
+
+def test_launches_are_made_once_a_kind_whether_or_not_a_gradient_is_asked_for() -> None:
+    made: list[float] = []
+
+    def prepare(tensor: Tensor, scale: float) -> Callable[[list[int]], list[int]]:
+        made.append(scale)
+        return lambda addresses: addresses
+
+    launches = Launches(prepare)
+    one, two = torch.randn(3, 4), torch.randn(3, 4, requires_grad=True)
+    negated = torch._neg_view(one)
+    for scale in (0.0, -0.0):
+        assert launches(one, scale) == _addresses(one)
+        assert launches(two, scale) == _addresses(two)
+    assert [str(scale) for scale in made] == ["0.0", "-0.0"]
+    for _ in range(2):
+        assert launches(negated, 1.0) == _addresses(negated)
+    assert made[2:] == [1.0, 1.0]
 
 
 def test_ever_new_kinds_take_no_memory(recorder: tuple[Operators, _Recorder]) -> None:
