@@ -46,9 +46,6 @@ def kernel(entry):
 
 
 def tolerated(entry, rule):
-    """A stated spill, and FMAs on gfx90a, which divides integers by others than ``broken`` knows."""
-    if entry["arch"] == "gfx90a" and rule.startswith("contraction"):
-        return True
     spill = re.fullmatch(r"(\d+) bytes of stack memory|local memory", rule)
     return spill is not None and entry.get("stack", 0) <= SPILLED.get(entry["name"], -1)
 
