@@ -162,7 +162,7 @@ def _is_integer_scalar(array: Any) -> bool:
 
 
 def _check_options(op: str, options: Mapping[str, Any]) -> None:
-    if not isinstance(options.get("config", QATConfig()), QATConfig):
+    if "config" in options and not isinstance(options["config"], QATConfig):
         raise TypeError(f"{op}: config must be a QATConfig; got {type(options['config']).__name__}")
     scale = options.get("scale")
     if scale is not None and not _is_finite_float32(scale):
