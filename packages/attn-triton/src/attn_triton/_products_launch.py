@@ -14,7 +14,7 @@ from attn_triton._softmax_kernel import INTERPRETED
 __all__ = ["CONFIGS", "av_gemm_backward", "av_gemm_forward", "qk_gemm_backward", "qk_gemm_forward"]
 
 CONFIGS = {
-    "cuda": Config(rows=128, num_warps=8, keys=128, chunk=16),
+    "cuda": Config(rows=128, num_warps=8, keys=128, chunk=16, num_stages=2),
     "rocm": Config(rows=64, num_warps=4, keys=64, chunk=16),
     "cpu": Config(rows=256, num_warps=1, keys=256, chunk=128),
 }
@@ -129,6 +129,7 @@ def _launch(
             N=config.keys,
             CHUNK=config.chunk,
             DEPTH_IS_ROWS=over_rows,
+            BY_ROWS=not over_rows and left.column == 1,
             GROUPED=grouped,
             DOT=_uses_dot(out),
             INTEGER_ROUNDING=INTERPRETED,
