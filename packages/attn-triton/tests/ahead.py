@@ -16,7 +16,7 @@ import triton
 import triton.language as tl
 from attn_triton import _softmax_kernel as kernel
 from attn_triton import _softmax_v2_kernel as kernel_v2
-from attn_triton._softmax_launch import CONFIGS, CONFIGS_V2
+from attn_triton._softmax_launch import BACKWARD_CONFIGS_V2, CONFIGS, CONFIGS_V2
 from triton.backends.compiler import GPUTarget
 from triton.backends.nvidia.compiler import get_ptxas
 from triton.compiler import ASTSource
@@ -107,8 +107,11 @@ def entries():
             for dtype, masked, aligned in (("fp32", False, True), ("bf16", True, False)):
                 source, options = production(function, dtype, masked, aligned, config)
                 yield entry(f"{name}-{dtype}", "production", arch, source, options, masked=masked)
-        config_v2 = CONFIGS_V2["rocm" if arch in AMD else "cuda"]
-        for name, function in {"forward": kernel_v2.softmax_forward, "backward": kernel_v2.softmax_backward}.items():
+        for name, function, configs in (
+            ("forward", kernel_v2.softmax_forward, CONFIGS_V2),
+            ("backward", kernel_v2.softmax_backward, BACKWARD_CONFIGS_V2),
+        ):
+            config_v2 = configs["rocm" if arch in AMD else "cuda"]
             for dtype, masked, aligned in (("fp32", False, True), ("bf16", True, False)):
                 source, options = production(function, dtype, masked, aligned, config_v2)
                 yield entry(f"v2-{name}-{dtype}", "production", arch, source, options, masked=masked, warps=config_v2.num_warps)

@@ -69,7 +69,7 @@ def _places(out, tiles, rows, keys, rows_per_batch, ROWS: tl.constexpr):
     _row, _batch, stored, row_start, mask_start = kernel._offsets(rows, keys, rows_per_batch, ROWS)
     tl.store(out + tl.arange(0, ROWS), row_start)
     tl.store(out + ROWS + tl.arange(0, ROWS), mask_start)
-    tl.store(tiles + tl.arange(0, ROWS), kernel._tiles(stored))
+    tl.store(tiles + tl.arange(0, ROWS), kernel._tiles(stored, 256))
 
 
 def test_offsets_do_not_overflow(device):

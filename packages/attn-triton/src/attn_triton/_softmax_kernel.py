@@ -18,6 +18,7 @@ __all__ = ["INTERPRETED", "softmax_backward", "softmax_forward"]
 TILE = tl.constexpr(256)
 HIGH = tl.constexpr(8)
 LOW = tl.constexpr(32)
+LEVELS = tl.constexpr(3)
 
 LOG2E = tl.constexpr(float.fromhex("0x1.715476p+0"))
 LN2_HIGH = tl.constexpr(float.fromhex("0x1.62e4p-1"))
@@ -62,9 +63,9 @@ def _ordered_key(x):
 
 
 @device_function
-def _tree_max(x):
-    """[8, ROWS, 32] -> [ROWS]. A maximum does not depend on its order, so slots of different threads meet as integers in one reduction."""
-    for _ in tl.static_range(3):
+def _tree_max(x, LEVELS: tl.constexpr):
+    """[2^LEVELS, ROWS, 32] -> [ROWS]. A maximum has no order: slots of different threads meet as integers in one reduction."""
+    for _ in tl.static_range(LEVELS):
         a, b = tl.split(tl.permute(tl.reshape(x, [2, x.shape[0] // 2, x.shape[1], x.shape[2]]), (1, 2, 3, 0)))
         x = max_nan(a, b)
     key = tl.max(_ordered_key(tl.reshape(x, [x.shape[1], x.shape[2]])), axis=1)
@@ -72,9 +73,9 @@ def _tree_max(x):
 
 
 @device_function
-def _tree_sum(x):
-    """[8, ROWS, 32] -> [ROWS] by the halves tree. Every sum here has two terms, so no compiler can choose an order."""
-    for _ in tl.static_range(3):
+def _tree_sum(x, LEVELS: tl.constexpr):
+    """[2^LEVELS, ROWS, 32] -> [ROWS] by the halves tree. Every sum here has two terms, so no compiler can choose an order."""
+    for _ in tl.static_range(LEVELS):
         a, b = tl.split(tl.permute(tl.reshape(x, [2, x.shape[0] // 2, x.shape[1], x.shape[2]]), (1, 2, 3, 0)))
         x = a + b
     x = tl.reshape(x, [x.shape[1], x.shape[2]])
@@ -84,17 +85,27 @@ def _tree_sum(x):
 
 
 @device_function
-def _merge(row_max, row_sum, tile_max, tile_sum):
-    """Row state after one more tile. One exp does for both: the state that holds the new maximum is multiplied by exp(0) = 1."""
-    maximum = max_nan(row_max, tile_max)
+def _apart(row_max, tile_max):
+    """The smaller of two maxima less the larger one, NaN if either is."""
+    return tl.where(tile_max > row_max, row_max, tile_max) - max_nan(row_max, tile_max)
+
+
+@device_function
+def _merged(row_max, row_sum, tile_max, tile_sum, ratio):
+    """Row state after one more tile; ``ratio``, the exp of ``_apart``, does for both: that of the new maximum is multiplied by 1."""
     newer = tile_max > row_max
-    ratio = exp_nonpositive(tl.where(newer, row_max, tile_max) - maximum)
     merged = tl.where(newer, row_sum * ratio, row_sum) + tl.where(newer, tile_sum, tile_sum * ratio)
     first = row_max == NEGATIVE_INFINITY
     dead = tile_max == NEGATIVE_INFINITY
-    state_max = tl.where(dead, row_max, tl.where(first, tile_max, maximum))
+    state_max = tl.where(dead, row_max, tl.where(first, tile_max, max_nan(row_max, tile_max)))
     state_sum = tl.where(dead, row_sum, tl.where(first, tile_sum, merged))
     return state_max, state_sum
+
+
+@device_function
+def _merge(row_max, row_sum, tile_max, tile_sum):
+    """Row state after one more tile."""
+    return _merged(row_max, row_sum, tile_max, tile_sum, exp_nonpositive(_apart(row_max, tile_max)))
 
 
 @device_function
@@ -107,13 +118,13 @@ def _probability(x, masked, row_max, row_sum):
 
 
 @device_function
-def _slots():
+def _slots(HIGH: tl.constexpr):
     high = tl.arange(0, HIGH)[:, None, None]
     return high * LOW + tl.arange(0, LOW)[None, None, :]
 
 
 @device_function
-def _tiles(length):
+def _tiles(length, TILE: tl.constexpr):
     """Number of tiles of the longest row; written so that lengths up to 2^31 - 1 do not overflow."""
     longest = tl.max(length, axis=0)
     return longest // TILE + (longest % TILE != 0).to(tl.int32)
@@ -192,20 +203,20 @@ def softmax_forward(
     A dead row has m = -inf and s = 0.
     """
     row, batch, stored, row_start, mask_start = _offsets(rows, keys, rows_per_batch, ROWS)
-    slot = _slots()
+    slot = _slots(HIGH)
     length = stored
     if HAS_MASK:
         length = tl.load(counts + batch, mask=row < rows, other=0)
     m = tl.full([ROWS], NEGATIVE_INFINITY, tl.float32)
     s = tl.zeros([ROWS], tl.float32)
-    for tile in range(0, _tiles(length)):
+    for tile in range(0, _tiles(length, TILE)):
         x, _, _ = _logical_scores(scores, index, row_start, mask_start, length, tile * TILE, slot, HAS_MASK)
-        tile_max = _tree_max(x)
+        tile_max = _tree_max(x, LEVELS)
         offset = tl.where(tile_max == NEGATIVE_INFINITY, 0.0, tile_max)[None, :, None]
-        m, s = _merge(m, s, tile_max, _tree_sum(exp_nonpositive(x - offset)))
+        m, s = _merge(m, s, tile_max, _tree_sum(exp_nonpositive(x - offset), LEVELS))
     tl.store(row_max + row, m + 0.0, mask=row < rows)  # the zero rule: -0 is stored as +0
     tl.store(row_sum + row, s, mask=row < rows)
-    for tile in range(0, _tiles(stored)):
+    for tile in range(0, _tiles(stored, TILE)):
         first = tile * TILE
         x, present = _stored_scores(scores, keep, row_start, mask_start, stored, first, slot, HAS_MASK)
         p = _probability(x, x == NEGATIVE_INFINITY, m, s)
@@ -234,14 +245,14 @@ def softmax_backward(
     delta is summed from +0 over every tile: a dead tile adds +0, and the sign of a zero delta cannot show, since stored zeros are +0.
     """
     row, batch, stored, row_start, mask_start = _offsets(rows, keys, rows_per_batch, ROWS)
-    slot = _slots()
+    slot = _slots(HIGH)
     length = stored
     if HAS_MASK:
         length = tl.load(counts + batch, mask=row < rows, other=0)
     m = tl.load(row_max + row, mask=row < rows, other=NEGATIVE_INFINITY)
     s = tl.load(row_sum + row, mask=row < rows, other=0.0)
     delta = tl.zeros([ROWS], tl.float32)
-    for tile in range(0, _tiles(length)):
+    for tile in range(0, _tiles(length, TILE)):
         first = tile * TILE
         x, place, present = _logical_scores(scores, index, row_start, mask_start, length, first, slot, HAS_MASK)
         if HAS_MASK:
@@ -249,8 +260,8 @@ def softmax_backward(
         else:
             dp = _load((dprobs + (row_start + first))[None, :, None], place, present)
         masked = x == NEGATIVE_INFINITY
-        delta += _tree_sum(tl.where(masked, 0.0, _probability(x, masked, m, s) * dp))
-    for tile in range(0, _tiles(stored)):
+        delta += _tree_sum(tl.where(masked, 0.0, _probability(x, masked, m, s) * dp), LEVELS)
+    for tile in range(0, _tiles(stored, TILE)):
         first = tile * TILE
         x, present = _stored_scores(scores, keep, row_start, mask_start, stored, first, slot, HAS_MASK)
         dp = _load((dprobs + (row_start + first))[None, :, None], slot, present)

@@ -13,7 +13,15 @@ from attn_triton import _softmax_v2_kernel as kernel_v2
 from attn_triton._configuration import Config, on_device
 from attn_triton._key_index import key_index
 
-__all__ = ["CONFIGS", "CONFIGS_V2", "softmax_backward", "softmax_forward", "softmax_v2_backward", "softmax_v2_forward"]
+__all__ = [
+    "BACKWARD_CONFIGS_V2",
+    "CONFIGS",
+    "CONFIGS_V2",
+    "softmax_backward",
+    "softmax_forward",
+    "softmax_v2_backward",
+    "softmax_v2_forward",
+]
 
 CONFIGS = {
     "cuda": Config(rows=1, num_warps=1),
@@ -24,11 +32,15 @@ CONFIGS = {
 and wide."""
 
 CONFIGS_V2 = {
-    "cuda": Config(rows=1, num_warps=8),
+    "cuda": Config(rows=1, num_warps=1),
     "rocm": Config(rows=1, num_warps=1),
     "cpu": Config(rows=8, num_warps=1),
 }
-"""Of ordered-v2, by device. Eight warps share a tile of 1024 slots: with four, the backward of halves spilled on sm_100."""
+"""Of the forward of ordered-v2, by device. A warp by itself needs a third of the instructions an element that eight of them, which meet for
+every level of the trees, need."""
+
+BACKWARD_CONFIGS_V2 = CONFIGS_V2 | {"cuda": Config(rows=1, num_warps=8)}
+"""Of its backward. Eight warps share a tile of 1024 slots: with fewer, that of halves spills on sm_80 (one, two) or sm_100 (four)."""
 
 
 def softmax_forward(scores: Tensor, mask: Tensor | None, out_dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:
@@ -48,7 +60,7 @@ def softmax_v2_forward(scores: Tensor, mask: Tensor | None, out_dtype: torch.dty
 
 def softmax_v2_backward(dprobs: Tensor, scores: Tensor, mask: Tensor | None, row_max: Tensor, row_sum: Tensor) -> Tensor:
     """``softmax_backward`` of contract ordered-v2."""
-    return _backward(kernel_v2.softmax_backward, CONFIGS_V2, dprobs, scores, mask, row_max, row_sum)
+    return _backward(kernel_v2.softmax_backward, BACKWARD_CONFIGS_V2, dprobs, scores, mask, row_max, row_sum)
 
 
 def _forward(

@@ -16,19 +16,22 @@ from attn_triton._device_function import device_function
 from attn_triton._softmax_kernel import (
     INTERPRETED,
     NEGATIVE_INFINITY,
+    _apart,
     _load,
     _logical_scores,
+    _merged,
     _offsets,
-    _ordered_key,
+    _slots,
     _store,
-    max_nan,
+    _tiles,
+    _tree_max,
+    _tree_sum,
 )
 
 __all__ = ["softmax_backward", "softmax_forward"]
 
 TILE = tl.constexpr(1024)
 HIGH = tl.constexpr(32)
-LOW = tl.constexpr(32)
 LEVELS = tl.constexpr(5)
 
 LEAST = tl.constexpr(float.fromhex("-0x1.5bf5bap+6"))
@@ -69,47 +72,17 @@ def exp_nonpositive(x):
 
 
 @device_function
-def _tree_max(x):
-    """[32, ROWS, 32] -> [ROWS]. A maximum does not depend on its order, so slots of different threads meet as integers in one reduction."""
-    for _ in tl.static_range(LEVELS):
-        a, b = tl.split(tl.permute(tl.reshape(x, [2, x.shape[0] // 2, x.shape[1], x.shape[2]]), (1, 2, 3, 0)))
-        x = max_nan(a, b)
-    key = tl.max(_ordered_key(tl.reshape(x, [x.shape[1], x.shape[2]])), axis=1)
-    return (key ^ ((key >> 31) & 0x7FFFFFFF)).to(tl.float32, bitcast=True)
-
-
-@device_function
-def _tree_sum(x):
-    """[32, ROWS, 32] -> [ROWS] by the halves tree. Every sum here has two terms, so no compiler can choose an order."""
-    for _ in tl.static_range(LEVELS):
-        a, b = tl.split(tl.permute(tl.reshape(x, [2, x.shape[0] // 2, x.shape[1], x.shape[2]]), (1, 2, 3, 0)))
-        x = a + b
-    x = tl.reshape(x, [x.shape[1], x.shape[2]])
-    for _ in tl.static_range(5):
-        x = tl.sum(tl.reshape(x, [x.shape[0], 2, x.shape[1] // 2]), axis=1)
-    return tl.reshape(x, [x.shape[0]])
-
-
-@device_function
 def _exponentials(x):
     """Exponentials of a tile from its maximum, +0 where masked, and the maximum [ROWS]."""
-    tile_max = _tree_max(x)
+    tile_max = _tree_max(x, LEVELS)
     offset = tl.where(tile_max == NEGATIVE_INFINITY, 0.0, tile_max)[None, :, None]
     return tl.where(x == NEGATIVE_INFINITY, 0.0, exp_nonpositive(x - offset)), tile_max
 
 
 @device_function
 def _merge(row_max, row_sum, tile_max, tile_sum):
-    """Row state after one more tile. One exp does for both: the state that holds the new maximum is multiplied by exp(0) = 1."""
-    maximum = max_nan(row_max, tile_max)
-    newer = tile_max > row_max
-    ratio = exp_nonpositive(tl.where(newer, row_max, tile_max) - maximum)
-    merged = tl.where(newer, row_sum * ratio, row_sum) + tl.where(newer, tile_sum, tile_sum * ratio)
-    first = row_max == NEGATIVE_INFINITY
-    dead = tile_max == NEGATIVE_INFINITY
-    state_max = tl.where(dead, row_max, tl.where(first, tile_max, maximum))
-    state_sum = tl.where(dead, row_sum, tl.where(first, tile_sum, merged))
-    return state_max, state_sum
+    """Row state after one more tile."""
+    return _merged(row_max, row_sum, tile_max, tile_sum, exp_nonpositive(_apart(row_max, tile_max)))
 
 
 @device_function
@@ -117,19 +90,6 @@ def _factor(tile_max, row_max, row_sum):
     """What turns the exponentials of a tile into P [ROWS]; +0 for a dead tile or row."""
     dead = tile_max == NEGATIVE_INFINITY
     return tl.div_rn(tl.where(dead, 0.0, exp_nonpositive(tl.where(dead, 0.0, tile_max - row_max))), tl.where(dead, 1.0, row_sum))
-
-
-@device_function
-def _slots():
-    high = tl.arange(0, HIGH)[:, None, None]
-    return high * LOW + tl.arange(0, LOW)[None, None, :]
-
-
-@device_function
-def _tiles(length):
-    """Number of tiles of the longest row; written so that lengths up to 2^31 - 1 do not overflow."""
-    longest = tl.max(length, axis=0)
-    return longest // TILE + (longest % TILE != 0).to(tl.int32)
 
 
 @device_function
@@ -151,7 +111,7 @@ def _store_tile(results, row_start, first, place, value, present, HAS_MASK: tl.c
 @device_function
 def _store_dropped(results, keep, row_start, mask_start, stored, slot, INTEGER_ROUNDING: tl.constexpr):
     """+0 at the keys that the mask drops."""
-    for tile in range(0, _tiles(stored)):
+    for tile in range(0, _tiles(stored, TILE)):
         first = tile * TILE
         present = slot < (stored - first)[None, :, None]
         kept = tl.load((keep + (mask_start + first))[None, :, None] + slot, mask=present, other=1)
@@ -177,17 +137,17 @@ def softmax_forward(
 ):
     """P and the row state (m, s) of scores [rows, keys]; arguments as in ``_softmax_kernel.softmax_forward``."""
     row, batch, stored, row_start, mask_start = _offsets(rows, keys, rows_per_batch, ROWS)
-    slot = _slots()
+    slot = _slots(HIGH)
     length = _lengths(counts, batch, row, rows, stored, HAS_MASK)
     m = tl.full([ROWS], NEGATIVE_INFINITY, tl.float32)
     s = tl.zeros([ROWS], tl.float32)
-    for tile in range(0, _tiles(length)):
+    for tile in range(0, _tiles(length, TILE)):
         x, _, _ = _logical_scores(scores, index, row_start, mask_start, length, tile * TILE, slot, HAS_MASK)
         e, tile_max = _exponentials(x)
-        m, s = _merge(m, s, tile_max, _tree_sum(e))
+        m, s = _merge(m, s, tile_max, _tree_sum(e, LEVELS))
     tl.store(row_max + row, m + 0.0, mask=row < rows)  # the zero rule: -0 is stored as +0
     tl.store(row_sum + row, s, mask=row < rows)
-    for tile in range(0, _tiles(length)):
+    for tile in range(0, _tiles(length, TILE)):
         first = tile * TILE
         x, place, present = _logical_scores(scores, index, row_start, mask_start, length, first, slot, HAS_MASK)
         e, tile_max = _exponentials(x)
@@ -219,19 +179,19 @@ def softmax_backward(
     delta is summed from +0 over every tile: a dead tile adds +0, and the sign of a zero delta cannot show, since stored zeros are +0.
     """
     row, batch, stored, row_start, mask_start = _offsets(rows, keys, rows_per_batch, ROWS)
-    slot = _slots()
+    slot = _slots(HIGH)
     length = _lengths(counts, batch, row, rows, stored, HAS_MASK)
     m = tl.load(row_max + row, mask=row < rows, other=NEGATIVE_INFINITY)
     s = tl.load(row_sum + row, mask=row < rows, other=0.0)
     delta = tl.zeros([ROWS], tl.float32)
-    for tile in range(0, _tiles(length)):
+    for tile in range(0, _tiles(length, TILE)):
         first = tile * TILE
         x, place, present = _logical_scores(scores, index, row_start, mask_start, length, first, slot, HAS_MASK)
         base = row_start if HAS_MASK else row_start + first
         dp = _load((dprobs + base)[None, :, None], place, present)
         e, tile_max = _exponentials(x)
-        delta += _tree_sum(tl.where(x == NEGATIVE_INFINITY, 0.0, (e * _factor(tile_max, m, s)[None, :, None]) * dp))
-    for tile in range(0, _tiles(length)):
+        delta += _tree_sum(tl.where(x == NEGATIVE_INFINITY, 0.0, (e * _factor(tile_max, m, s)[None, :, None]) * dp), LEVELS)
+    for tile in range(0, _tiles(length, TILE)):
         first = tile * TILE
         x, place, present = _logical_scores(scores, index, row_start, mask_start, length, first, slot, HAS_MASK)
         e, tile_max = _exponentials(x)
