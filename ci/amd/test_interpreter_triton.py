@@ -10,7 +10,7 @@ import torch
 from attn_reference._pytorch_kernels import KERNELS
 from attn_spec.testing.asserts import assert_bytes
 from attn_spec.torch import to_numpy
-from attn_triton import _attention_backward_launch, _attention_launch, _products_launch, _softmax_kernel, _softmax_launch
+from attn_triton import _attention_backward_launch, _attention_launch, _pairs_launch, _products_launch, _softmax_kernel, _softmax_launch
 from device_code import TARGETS
 from interpreter import Device
 from triton_execution import executing
@@ -82,9 +82,9 @@ ATTENTION = {
 def test_attention(play: Play, kind: str) -> None:
     target, options = ATTENTION[kind]
     call = calls.inputs(dtype=torch.bfloat16, **options)
-    with executing(play(target), _attention_launch) as launches:
+    with executing(play(target), _pairs_launch) as launches:
         found = _attention_launch.attention_forward(call, call.v.dtype)
-    assert {name for name, _ in launches} == {"attention_row_states", "attention_outputs"}
+    assert {name for name, _ in launches} == {"pair_products", "tile_states", "merge_states", "to_probabilities", "row_sums"}
     equal(found, KERNELS.attention_forward(call, call.v.dtype))
 
 
@@ -93,7 +93,7 @@ def test_attention_backward(play: Play) -> None:
     call = calls.inputs(dtype=torch.bfloat16, **options)
     dout, dlse = calls.normal(*call.q.shape, seed=3, dtype=call.v.dtype), calls.normal(*call.row_shape, seed=4)
     state, needs = KERNELS.attention_forward(call, call.v.dtype)[2:], frozenset({"q", "k", "v", "sinks"})
-    with executing(play(target), _attention_launch, _attention_backward_launch):
+    with executing(play(target), _pairs_launch, _attention_backward_launch):
         found = _attention_backward_launch.attention_backward(call, dout, dlse, *state, needs)
     expected = KERNELS.attention_backward(call, dout, dlse, *state, needs)
     assert found.keys() == expected.keys()

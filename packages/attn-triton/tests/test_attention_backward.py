@@ -8,8 +8,9 @@ import pytest
 import torch
 from attn_spec import UnsupportedProblem
 from attn_spec.torch import AttentionInputs
-from attn_triton import _attention_backward_launch as launch
+from attn_triton import _pairs_launch
 from attn_triton._attention_backward_launch import attention_backward
+from attn_triton._configuration import Config
 from backward_calls import GRADIENTS, asked, check, cotangents, dense, moved, normal, run
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
@@ -79,7 +80,7 @@ def test_infinities_in_masked_pairs_reach_no_other_row(device, monkeypatch):
     assert np.isfinite(np.delete(found["q"][0, :, :50], (3, 20), axis=1)).all()
     assert np.isnan(found["q"][:, :, 50:]).all()
     assert np.isfinite(found["v"][:, :, 51:]).sum() == 0
-    monkeypatch.setattr(launch, "SELECTIONS", (False,))
+    monkeypatch.setattr(_pairs_launch, "SELECTIONS", (False,))
     spoiled = run(device, inputs, dout, dlse)
     assert np.isnan(spoiled["q"]).sum() > np.isnan(found["q"]).sum()
 
@@ -134,10 +135,19 @@ def batch():
 
 
 def test_blocks_move_no_bit(device, batch, monkeypatch):
+    """Smaller blocks, and one block of rows in memory at a time: the chains of dk and dv wait in memory between them."""
     dout, dlse = cotangents(batch)
     whole = run(device, batch, dout, dlse)
-    small = tuple(dataclasses.replace(config, owners=32, others=64, chunk=32) for config in launch.CONFIGS[device])
-    monkeypatch.setitem(launch.CONFIGS, device, small)
+    small = dataclasses.replace(
+        _pairs_launch.CONFIGS[device],
+        products=Config(rows=32, num_warps=4, keys=64, chunk=16),
+        row_sums=Config(rows=32, num_warps=4, keys=32),
+        key_sums=Config(rows=16, num_warps=4, keys=64),
+        key_select=Config(rows=16, num_warps=4, keys=64),
+        elements=Config(rows=8, num_warps=4),
+    )
+    monkeypatch.setitem(_pairs_launch.CONFIGS, device, small)
+    monkeypatch.setattr(_pairs_launch, "WORKSPACE", 1)
     for name, gradient in run(device, batch, dout, dlse).items():
         assert gradient.tobytes() == whole[name].tobytes(), name
 

@@ -10,7 +10,7 @@ from attn_reference._pytorch_kernels import KERNELS
 from attn_spec import UnsupportedProblem
 from attn_spec.testing.asserts import assert_bytes
 from attn_spec.torch import AttentionInputs, to_numpy
-from attn_triton import _attention_launch, attention
+from attn_triton import _pairs_launch, attention
 from attn_triton._configuration import Config
 from attn_triton._launch import TritonKernels
 
@@ -53,14 +53,18 @@ def test_strides(device):
 @pytest.mark.parametrize("keys", (64, 256))
 @pytest.mark.parametrize("rows", (16, 64))
 def test_configurations_move_no_bit(device, monkeypatch, rows, keys):
-    """Quarters of a tile or whole tiles, blocks of any number of rows, steps of a few columns."""
+    """Quarters of a tile or whole tiles, blocks of any number of rows, steps of a few columns, one block of rows in memory at a time."""
     call = calls.on(device, calls.inputs(queries=21, keys=300, head_dim=20, causal=True, sinks=calls.normal(2, seed=9)))
     expected = forward(call)
-    config = Config(rows=rows, num_warps=4, keys=keys, chunk=16)
-    configs = _attention_launch.ForwardConfigs(
-        config, config, {256: dataclasses.replace(config, keys=64)}, dataclasses.replace(config, keys=16)
+    configs = dataclasses.replace(
+        _pairs_launch.CONFIGS[device],
+        products=Config(rows=rows, num_warps=4, keys=keys, chunk=16),
+        elements=Config(rows=8, num_warps=4),
+        row_sums=Config(rows=rows, num_warps=4, keys=32),
+        columns=16,
     )
-    monkeypatch.setitem(_attention_launch.CONFIGS, device, configs)
+    monkeypatch.setitem(_pairs_launch.CONFIGS, device, configs)
+    monkeypatch.setattr(_pairs_launch, "WORKSPACE", 1)
     assert_equal(forward(call), expected)
 
 

@@ -1,4 +1,4 @@
-"""Attention backward of contract ordered-v1: delta of every row, then dq, dk and dv from recomputed P and dS.
+"""delta, dq, dk and dv of contract ordered-v1's attention from recomputed P and dS, for 4-bit attention; dS of pairs for dbias.
 
 A program owns rows or keys and goes over the other side in ascending order; each kernel keeps one accumulator, since a second one makes
 LLVM hold the operands of both products at once. Nothing of the size of the scores is stored. The chains of scores and dP read copies of q,

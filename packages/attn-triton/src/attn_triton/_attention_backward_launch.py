@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
@@ -15,6 +16,8 @@ from attn_triton import _attention_backward_kernel as kernel
 from attn_triton import _attention_backward_sums_kernel as sums_kernel
 from attn_triton._attention_launch import check_supported
 from attn_triton._configuration import on_device
+from attn_triton._pair_copies import columns_together
+from attn_triton._pairs_launch import Pairs, pairs_of
 from attn_triton._problem import Problem, attention_problem, key_grid, result_strides, row_grid
 from attn_triton._softmax_kernel import INTERPRETED
 
@@ -81,7 +84,7 @@ class Columns(NamedTuple):
 
 @dataclass(frozen=True)
 class _Backward:
-    """One call: the problem, its copies and the row states."""
+    """One call of kernels that compute P and dS again, as 4-bit attention does: the problem, its copies and the row states."""
 
     inputs: AttentionInputs
     problem: Problem
@@ -237,39 +240,64 @@ def attention_backward(
     found: dict[str, Tensor] = {name: _gradient(inputs, name) for name in ("q", "k", "v", "sinks", "bias") if name in needs}
     if not any(gradient.numel() for gradient in found.values()):
         return found
-    device, needs_delta = platform(inputs.q.device), bool(found.keys() - {"v"})
+    problem = attention_problem(inputs)
+    state = (row_max.to(torch.float32).contiguous(), row_sum.to(torch.float32).contiguous())
     with on_device(inputs.q):
-        call = _Backward(
-            inputs,
-            attention_problem(inputs),
-            _columns(inputs, dout, needs_delta),
-            dout,
-            row_max.to(torch.float32).contiguous(),
-            row_sum.to(torch.float32).contiguous(),
-            CONFIGS[device],
-            device == "cuda",
-        )
-        if "v" in found:
-            call.key_sums(None, dout, found["v"])
-        if not needs_delta:
-            return found
-        dsink = torch.empty_like(call.row_max) if "sinks" in found else None
-        delta = call.delta(None if dlse is None else dlse.to(torch.float32).contiguous(), dsink)
-        if "q" in found:
-            call.query_sums(delta, found["q"])
-        if "k" in found:
-            call.key_sums(delta, inputs.q, found["k"])
+        delta = torch.empty_like(state[0]) if found.keys() - {"v"} else None
+        dsink = torch.empty_like(state[0]) if "sinks" in found else None
+        rows = (*state, None if dlse is None else dlse.to(torch.float32).contiguous(), delta, dsink)
+        _pair_sums(pairs_of(inputs, problem, backward=True), dout, rows, found)
+        columns = _columns(inputs, dout, True) if "bias" in found else Columns(*(None, 0, 0, 0) * 4)
+        device = platform(inputs.q.device)
+        call = _Backward(inputs, problem, columns, dout, *state, CONFIGS[device], device == "cuda")
         if dsink is not None:
             call.sink_sums(dsink, found["sinks"])
-        if "bias" in found:
+        if delta is not None and "bias" in found:
             call.bias_sums(delta, found["bias"])
     return found
 
 
+_RowNumbers = tuple[Tensor, Tensor, Tensor | None, Tensor | None, Tensor | None]
+
+
+def _pair_sums(pairs: Pairs, dout: Tensor, rows: _RowNumbers, found: Mapping[str, Tensor]) -> None:
+    """dq, dk and dv of those in ``found``, and delta and dsink unless they are None.
+
+    ``rows`` are the row maximum and sum, dLSE, delta and dsink: float32, in the shape of LSE. P and dS of as many rows as a workspace holds
+    are in memory at a time.
+    """
+    inputs, scale = pairs.inputs, pairs.problem.sizes.scale
+    row_max, row_sum, dlse, delta, dsink = rows
+    arrays = 1 if delta is None else 2
+    numbers, ranges, (of_tiles,) = pairs.numbers(arrays), pairs.ranges(arrays), pairs.sums(arrays, 1)
+    probs = numbers[0]
+    q, k = pairs.rows_copy(inputs.q), pairs.keys_copy(inputs.k)
+    upstream = None if delta is None else (pairs.rows_copy(dout), pairs.keys_copy(inputs.v))
+    spaces, keys = list(pairs.workspaces(arrays)), pairs.key_grid()
+    carry = {name: pairs.carry(found[name].shape[-1]) if len(spaces) > 1 else None for name in ("k", "v") if name in found}
+    rows_of = {"k": columns_together(inputs.q), "v": columns_together(dout)}
+    keys_of_q = pairs.values(inputs.k)
+    for space in spaces:
+        pairs.products(space, q, k, probs, ranges, final=True)
+        pairs.probabilities(space, probs, ranges, row_max, row_sum)
+        if "v" in found:
+            pairs.key_sums(space, keys, probs, ranges, rows_of["v"], 1.0, carry["v"], found["v"])
+        if delta is None or upstream is None:
+            continue
+        pairs.products(space, *upstream, numbers[1], ranges, final=False)
+        pairs.deltas(space, probs, numbers[1], ranges, of_tiles, (row_max, row_sum, dlse, delta, dsink))
+        if found.keys() & {"q", "k"}:
+            pairs.gradients(space, probs, numbers[1], ranges, delta)
+        if "q" in found:
+            pairs.row_sums(space, numbers[1], ranges, keys_of_q, scale, found["q"])
+        if "k" in found:
+            pairs.key_sums(space, keys, numbers[1], ranges, rows_of["k"], scale, carry["k"], found["k"])
+
+
 def _gradient(inputs: AttentionInputs, name: str) -> Tensor:
-    """Memory of a gradient: zeros where rows may belong to no program (packed rows outside the segments, keys that a mask drops)."""
+    """Memory of a gradient: zeros where some rows belong to no program (packed rows outside the segments, dropped keys, no queries)."""
     tensor: Tensor = getattr(inputs, name)
-    partly = name in ("q", "k", "v") and (inputs.packed or (name != "q" and inputs.key_mask is not None))
+    partly = name in ("q", "k", "v") and (inputs.packed or (name != "q" and (inputs.key_mask is not None or inputs.q.shape[2] == 0)))
     return (torch.zeros if partly else torch.empty)(tensor.shape, dtype=tensor.dtype, device=tensor.device)
 
 

@@ -1,4 +1,4 @@
-"""Attention forward of contract ordered-v1 in two kernels: row states, then scores again, P and the chains of out.
+"""Row states of contract ordered-v1's attention in one kernel, for 4-bit attention, which computes its scores again.
 
 A program owns ROWS rows of one kv head's group and goes over the slots that any of them sees. Nothing of the size of the scores is stored.
 """
@@ -9,13 +9,12 @@ A program owns ROWS rows of one kv head's group and goes over the slots that any
 import triton
 import triton.language as tl
 
-from attn_triton._chain_kernel import read_rows, weighted_chain
 from attn_triton._device_function import device_function
-from attn_triton._scores_kernel import QUARTER, key_rows, probabilities, row_values, scores_of, tree_max, tree_sum
-from attn_triton._softmax_kernel import _merge, _store, exp_nonpositive, max_nan
+from attn_triton._scores_kernel import QUARTER, row_values, scores_of, tree_max, tree_sum
+from attn_triton._softmax_kernel import _merge, exp_nonpositive, max_nan
 from attn_triton._visibility_kernel import again, find_work, keys_at, rows_at, sizes_of, slot_range
 
-__all__ = ["attention_outputs", "attention_row_states"]
+__all__ = ["attention_row_states", "log_sum"]
 
 TILE = tl.constexpr(256)
 NEGATIVE_INFINITY = tl.constexpr(float("-inf"))
@@ -50,6 +49,13 @@ def _ln(z):
     y = t + y
     y = y + k * LN2_TOP
     return tl.where((z != z) | (z == float("inf")), z, y)
+
+
+@device_function
+def log_sum(m, s):
+    """LSE of row states; that of a dead row is -inf."""
+    dead = m == NEGATIVE_INFINITY
+    return tl.where(dead, NEGATIVE_INFINITY, (m + _ln(tl.where(dead, 1.0, s))) + 0.0)
 
 
 @device_function
@@ -114,65 +120,6 @@ def attention_row_states(
         sink = tl.load(arrays.sinks + rows.head, mask=rows.present, other=NEGATIVE_INFINITY)
         m, s = _merge(m, s, sink, tl.full([ROWS], 1.0, tl.float32))
     at = row_values(arrays, sizes, item, rows)
-    dead = m == NEGATIVE_INFINITY
-    tl.store(lse + at, tl.where(dead, NEGATIVE_INFINITY, (m + _ln(tl.where(dead, 1.0, s))) + 0.0), mask=rows.present)
+    tl.store(lse + at, log_sum(m, s), mask=rows.present)
     tl.store(row_max + at, m, mask=rows.present)
     tl.store(row_sum + at, s, mask=rows.present)
-
-
-@triton.jit(do_not_specialize=["per_item"])
-def attention_outputs(
-    arrays,
-    sizes,
-    plan,
-    per_item,
-    row_max,
-    row_sum,
-    out,
-    out_batch,
-    out_head,
-    out_row,
-    spoiled,
-    ROWS: tl.constexpr,
-    KEYS: tl.constexpr,
-    COLUMNS: tl.constexpr,
-    CHUNK: tl.constexpr,
-    SELECT: tl.constexpr,
-    DOT: tl.constexpr,
-    INTEGER_ROUNDING: tl.constexpr,
-):
-    """out of one block of rows: the chains of P and v, KEYS slots at a time.
-
-    Without SELECT the program says in ``spoiled`` [programs] int32 whether an accumulator is NaN. That may come from the zero product of a
-    masked pair with an infinity or a NaN, so a second launch, with SELECT, sums those blocks again with no term for a masked pair.
-    """
-    sizes = sizes_of(sizes)
-    due = True
-    if SELECT:
-        due = tl.load(spoiled + tl.program_id(0)) != 0
-    if not due:
-        return
-    work = find_work(arrays, sizes, plan, per_item)
-    item = work.item
-    rows = rows_at(arrays, sizes, item, work.kv_head, work.block * ROWS, ROWS)
-    begin, end = slot_range(arrays, sizes, item, rows)
-    at = row_values(arrays, sizes, item, rows)
-    m = tl.load(row_max + at, mask=rows.present, other=NEGATIVE_INFINITY)
-    s = tl.load(row_sum + at, mask=rows.present, other=0.0)
-    acc = tl.full([ROWS, COLUMNS], 0, tl.float32)
-    for first in range(begin, end, KEYS):
-        keys = keys_at(arrays, sizes, item, first, KEYS)
-        v_rows = key_rows(item, work.kv_head, keys, arrays.v_batch, arrays.v_head, arrays.v_row)
-        used = keys.present & (keys.stored < item.used)
-        values = read_rows(arrays.v, v_rows, used, arrays.v_column, arrays.value_dim, COLUMNS)
-        x = scores_of(arrays, sizes, item, work.kv_head, rows, keys, ROWS, KEYS, CHUNK, DOT)
-        p = probabilities(x, m[:, None], s[:, None])
-        acc = weighted_chain(acc, p, x == NEGATIVE_INFINITY, values, SELECT, DOT)
-    if not SELECT:
-        nan = tl.max(tl.max((acc != acc).to(tl.int32), axis=1), axis=0)
-        tl.store(spoiled + tl.program_id(0), nan)
-    rows = rows_at(arrays, sizes, item, work.kv_head, again(work.block, DOT) * ROWS, ROWS)
-    into = item.batch * out_batch + rows.head * out_head + (item.first_query + rows.query) * out_row
-    column = tl.arange(0, COLUMNS)
-    present = rows.present[:, None] & (column < arrays.value_dim)[None, :]
-    _store((out + into)[:, None] + column[None, :], acc + 0.0, present, INTEGER_ROUNDING)

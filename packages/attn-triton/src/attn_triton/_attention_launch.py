@@ -14,7 +14,8 @@ from torch import Tensor
 
 from attn_triton import _attention_forward_kernel as kernel
 from attn_triton._configuration import Config, on_device
-from attn_triton._problem import MAX_HEAD_DIM, Problem, attention_problem, result_strides, row_grid
+from attn_triton._pairs_launch import Pairs, pairs_of
+from attn_triton._problem import MAX_HEAD_DIM, Problem, attention_problem, row_grid
 from attn_triton._softmax_kernel import INTERPRETED
 
 __all__ = ["CONFIGS", "attention_forward", "check_supported"]
@@ -93,7 +94,7 @@ def check_supported(inputs: AttentionInputs) -> None:
 def attention_forward(inputs: AttentionInputs, out_dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """out (layout of q, V columns, ``out_dtype``), LSE, row max and row sum (float32, ``inputs.row_shape``)."""
     check_supported(inputs)
-    q, configs = inputs.q, configs_of(inputs.q.device)
+    q = inputs.q
     out = torch.empty((*q.shape[:-1], inputs.v.shape[-1]), dtype=out_dtype, device=q.device)
     lse, row_max, row_sum = (torch.empty(inputs.row_shape, dtype=torch.float32, device=q.device) for _ in range(3))
     if inputs.packed:  # rows outside the segments belong to no program
@@ -101,15 +102,25 @@ def attention_forward(inputs: AttentionInputs, out_dtype: torch.dtype) -> tuple[
         lse.fill_(-torch.inf)
         row_max.fill_(-torch.inf)
         row_sum.zero_()
-    if lse.numel() == 0:
-        return out, lse, row_max, row_sum
-    dot = platform(q.device) == "cuda"
-    problem = attention_problem(inputs, columns_first=dot)
-    with on_device(q):
-        indexed = inputs.bias is not None or inputs.key_mask is not None
-        _row_states(inputs, problem, configs.indexed if indexed else configs.states, dot, lse, row_max, row_sum)
-        _outputs(inputs, problem, configs, dot, row_max, row_sum, out)
+    if lse.numel():
+        with on_device(q):
+            _forward(pairs_of(inputs, attention_problem(inputs)), out, (lse, row_max, row_sum))
     return out, lse, row_max, row_sum
+
+
+def _forward(pairs: Pairs, out: Tensor, states: tuple[Tensor, Tensor, Tensor]) -> None:
+    inputs, ranges = pairs.inputs, pairs.ranges(1)
+    (scores,), of_tiles = pairs.numbers(1), pairs.sums(1, 2)
+    copies = None if pairs.few else (pairs.rows_copy(inputs.q), pairs.keys_copy(inputs.k))
+    values = pairs.values(inputs.v)
+    for space in pairs.workspaces(1):
+        if copies is None:
+            pairs.scores_of_few(space, scores, ranges)
+        else:
+            pairs.products(space, *copies, scores, ranges, final=True)
+        pairs.states(space, scores, ranges, of_tiles, states)
+        pairs.probabilities(space, scores, ranges, *states[1:])
+        pairs.row_sums(space, scores, ranges, values, 1.0, out)
 
 
 def _row_states(inputs: AttentionInputs, problem: Problem, config: Config, dot: bool, *results: Tensor) -> None:
@@ -128,44 +139,3 @@ def _row_states(inputs: AttentionInputs, problem: Problem, config: Config, dot: 
         DOT=dot,
         **config.options,
     )
-
-
-def _outputs(
-    inputs: AttentionInputs, problem: Problem, configs: ForwardConfigs, dot: bool, row_max: Tensor, row_sum: Tensor, out: Tensor
-) -> None:
-    """out, then again the blocks that a masked pair's infinity or NaN spoiled, a few columns at a time: there two accumulators are live."""
-    columns = _columns(out.shape[-1])
-    config = configs.outputs_of(columns)
-    grid = row_grid(inputs, problem.sizes, config.rows)
-    if grid.programs == 0:
-        return
-    spoiled = torch.empty(grid.programs, dtype=torch.int32, device=out.device)
-    launches = [(config, columns, 0, False)]
-    launches += [(configs.select, min(columns, _SELECT_COLUMNS), first, True) for first in range(0, out.shape[-1], _SELECT_COLUMNS)]
-    for config, width, first, select in launches:
-        part = slice(first, first + width)
-        values = inputs.v[..., part]
-        kernel.attention_outputs[(grid.programs,)](
-            problem.arrays._replace(v=values, value_dim=values.shape[-1]),
-            problem.sizes.encoded,
-            grid.plan,
-            grid.per_item,
-            row_max,
-            row_sum,
-            out[..., part],
-            *result_strides(out, inputs.packed),
-            spoiled,
-            ROWS=config.rows,
-            KEYS=config.keys,
-            COLUMNS=width,
-            CHUNK=config.chunk,
-            SELECT=select,
-            DOT=dot,
-            INTEGER_ROUNDING=INTERPRETED,
-            **config.options,
-        )
-
-
-def _columns(value_dim: int) -> int:
-    """Columns of an accumulator that holds ``value_dim`` of them: a power of two that ``tl.dot`` takes."""
-    return max(16, 1 << (value_dim - 1).bit_length())

@@ -194,24 +194,24 @@ def row_grid(inputs: AttentionInputs, sizes: Sizes, size: int) -> Grid:
     return _grid(inputs.cu_seqlens_q, inputs.seqlens_q, sizes.queries, sizes.group, sizes, size)
 
 
-def key_grid(inputs: AttentionInputs, sizes: Sizes, size: int) -> Grid:
-    """Blocks of ``size`` keys of each kv head."""
-    return _grid(inputs.cu_seqlens_k, inputs.seqlens_k, sizes.keys, 1, sizes, size)
+def key_grid(inputs: AttentionInputs, sizes: Sizes, size: int, more: int = 0) -> Grid:
+    """Blocks of ``size`` keys of each kv head, each of whose items has room for ``more`` keys."""
+    return _grid(inputs.cu_seqlens_k, inputs.seqlens_k, sizes.keys, 1, sizes, size, more)
 
 
-def _grid(offsets: Tensor | None, used: Tensor | None, total: int, repeats: int, sizes: Sizes, size: int) -> Grid:
+def _grid(offsets: Tensor | None, used: Tensor | None, total: int, repeats: int, sizes: Sizes, size: int, more: int = 0) -> Grid:
     if offsets is None:
-        per_item = -(-total * repeats // size)
+        per_item = -(-(total * repeats + more) // size)
         return Grid(None, per_item, per_item * sizes.batch * sizes.kv_heads)
     if sizes.batch == 0:
         return Grid(None, 0, 0)
     # Every segment may end with a partial block; how many do is known on the device alone, and programs without a block leave at once.
-    most = (total * repeats // size + sizes.batch) * sizes.kv_heads
-    return Grid(_block_plan(offsets, used, total, repeats, size), 0, most)
+    most = (total * repeats // size + sizes.batch * (1 + -(-more // size))) * sizes.kv_heads
+    return Grid(_block_plan(offsets, used, total, repeats, size, more), 0, most)
 
 
-def _block_plan(offsets: Tensor, used: Tensor | None, total: int, repeats: int, size: int) -> Tensor:
-    """int64 [segments + 1]: how many blocks lie before each packed segment, whose rows are repeated ``repeats`` times.
+def _block_plan(offsets: Tensor, used: Tensor | None, total: int, repeats: int, size: int, more: int = 0) -> Tensor:
+    """int64 [segments + 1]: how many blocks lie before each packed segment, whose rows are repeated ``repeats`` times and ``more``.
 
     Built on the device without a synchronisation; offsets and lengths are clamped into the array, as the kernels do.
     """
@@ -219,5 +219,5 @@ def _block_plan(offsets: Tensor, used: Tensor | None, total: int, repeats: int, 
     lengths = (bounds[1:] - bounds[:-1]).clamp(min=0)
     if used is not None:
         lengths = torch.minimum(used.clamp(min=0), lengths)
-    blocks = (lengths * repeats + (size - 1)).div(size, rounding_mode="floor")
+    blocks = (lengths * repeats + (more + size - 1)).div(size, rounding_mode="floor")
     return torch.cat((blocks.new_zeros(1), torch.cumsum(blocks, dim=0)))

@@ -20,6 +20,7 @@ __all__ = [
     "Rows",
     "Work",
     "again",
+    "block_of",
     "find_work",
     "item_of",
     "keys_at",
@@ -180,6 +181,32 @@ def find_work(arrays, sizes, plan, per_item):
         batch = low
         through = tl.load(plan + low + 1)
         block = tl.where(outer < through, through - 1 - outer, -1)
+    return Work(item_of(arrays, sizes, batch), kv_head, block)
+
+
+@device_function
+def block_of(arrays, sizes, plan, program):
+    """The work of program number ``program`` of a one-dimensional grid; blocks of an item ascend.
+
+    Dense (``plan`` None): the same block of every item and kv head, then the next one. Packed: ``plan`` [segments + 1] counts the blocks
+    before each segment; the grid may have more programs than blocks.
+    """
+    program = program.to(tl.int64)
+    outer = program // sizes.kv_heads
+    kv_head = program - outer * sizes.kv_heads
+    if plan is None:
+        block = outer // sizes.batch
+        batch = outer - block * sizes.batch
+    else:
+        low = tl.full([], 0, tl.int64)
+        high = low + sizes.batch
+        while high - low > 1:  # plan[low] <= outer < plan[high]
+            middle = (low + high) // 2
+            before = tl.load(plan + middle) <= outer
+            low = tl.where(before, middle, low)
+            high = tl.where(before, high, middle)
+        batch = low
+        block = tl.where(outer < tl.load(plan + low + 1), outer - tl.load(plan + low), -1)
     return Work(item_of(arrays, sizes, batch), kv_head, block)
 
 

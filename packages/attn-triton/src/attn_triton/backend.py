@@ -15,14 +15,22 @@ from attn_spec import Capabilities, OperatorSupport, Problem
 from attn_spec import _sm90 as sm90
 from attn_spec.torch import Kernels, Operators, TorchBackend
 
-from attn_triton import _attention_backward_launch, _attention_launch, _launch, _products_launch, _sm90_configuration, _softmax_launch
+from attn_triton import (
+    _attention_backward_launch,
+    _attention_launch,
+    _launch,
+    _pairs_launch,
+    _products_launch,
+    _sm90_configuration,
+    _softmax_launch,
+)
 from attn_triton._problem import MAX_HEAD_DIM
 from attn_triton._softmax_kernel import INTERPRETED
 
 __all__ = ["BACKEND", "TritonBackend"]
 
 _OLDEST_CAPABILITY = (8, 0)
-_LAUNCHES = (_softmax_launch, _products_launch, _attention_launch, _attention_backward_launch)
+_LAUNCHES = (_softmax_launch, _products_launch, _attention_launch, _pairs_launch, _attention_backward_launch)
 _ANY = frozenset({"causal", "window", "sinks", "return_lse", "gradient"})
 _QAT = _ANY - {"window"}
 _TENSOR_CORES = (sm90.CONTRACT, "nvfp4-sm90-v1")
