@@ -22,6 +22,8 @@ from attn_triton._softmax_kernel import INTERPRETED
 __all__ = ["CONFIGS", "FEW_CONFIGS", "SELECTIONS", "WORKSPACE", "PairConfigs", "Pairs", "Workspace", "pairs_of"]
 
 _TILE = 256
+_GRID = 65535
+"""Programs along the second axis of a grid."""
 WORKSPACE = 512 << 20
 """Bytes of pairs in memory at a time, of one block of rows if that takes more."""
 SELECTIONS = (False, True)
@@ -350,12 +352,15 @@ class Pairs:
 
 
 def pairs_of(inputs: AttentionInputs, problem: Problem, *, backward: bool = False) -> Pairs:
-    """The pairs of a call on its device."""
+    """The pairs of a call on its device. Raises ValueError for more keys than the second axis of a grid has blocks for."""
     device = platform(inputs.q.device)
     sizes = problem.sizes
     rows = sizes.group * sizes.queries
     few = device in FEW_CONFIGS and not inputs.packed and not backward and rows <= FEW_ROWS
     configs = FEW_CONFIGS[device][4 if rows <= 4 else 16] if few else CONFIGS[device]
+    most = _GRID * (_TILE if few else configs.products.keys // 2)
+    if sizes.keys > most:
+        raise ValueError(f"attention: at most {most} keys are supported on {device}; got {sizes.keys}")
     block = configs.products.rows
     tiles = -(-(sizes.keys + (_TILE - 1 if inputs.k_start is not None else 0)) // _TILE)
     if not inputs.packed and sizes.queries % block == 0:  # a block has one head's queries: what it sees is as wide as its window
