@@ -13,6 +13,7 @@ from attn_spec.torch import AttentionInputs, to_numpy
 from attn_triton import _pairs_launch, attention
 from attn_triton._configuration import Config
 from attn_triton._launch import TritonKernels
+from attn_triton._problem import attention_problem
 
 RESULTS = ("out", "lse", "row_max", "row_sum")
 
@@ -81,6 +82,17 @@ def test_a_visible_nan_is_seen(device):
     out = forward(calls.on(device, calls.poisoned_future()))["out"][0, 0]
     assert np.isnan(out[35:]).all()
     assert np.isfinite(out[:20]).all()
+
+
+def test_more_keys_than_a_grid_axis_has_blocks(device):
+    """The numbers of pairs are a grid with 65535 programs along the keys: one key more is refused before anything is allocated."""
+    most = 65535 * (_pairs_launch.CONFIGS[device].products.keys // 2)
+    call = calls.on(device, calls.inputs(heads=1, queries=100, keys=1))
+    keys = {name: getattr(call, name).expand(1, 1, most + 1, 8) for name in ("k", "v")}
+    with pytest.raises(ValueError, match=f"attention: at most {most} keys are supported on {device}; got {most + 1}"):
+        forward(dataclasses.replace(call, **keys))
+    fewer = dataclasses.replace(call, **{name: tensor[:, :, 1:] for name, tensor in keys.items()})
+    assert _pairs_launch.pairs_of(fewer, attention_problem(fewer)).tiles == -(-most // 256)
 
 
 def test_refusals(device):

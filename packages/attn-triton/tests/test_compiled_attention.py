@@ -85,6 +85,15 @@ def test_every_kernel_has_its_chain(compiled, arch):
             assert re.search(fma, entry["assembly"]), entry["name"]
 
 
+@pytest.mark.parametrize("arch", NVIDIA)
+def test_halves_enter_a_chain_behind_a_move(compiled, arch):
+    """Whatever this compiler makes of halves: Triton 3.6 makes matrix instructions of those that ``widened`` does not hide."""
+    products = [entry["llir"] for entry in compiled[arch] if entry["name"] == "products, product"]
+    halves = [llir for llir in products if "bfloat" in llir]
+    assert (len(products), len(halves)) == (3, 1)
+    assert 'asm sideeffect "mov.b32 $0, $1;"' in halves[0]
+
+
 @pytest.mark.parametrize("arch", CONTROLS)
 def test_an_fma_that_no_chain_asked_for_is_caught(compiled, arch):
     """Control: one more instruction, a spill and an atomic in the code of a kernel."""

@@ -246,7 +246,7 @@ def attention_query_sums(
             keys = keys_at(arrays, sizes, item, first, KEYS)
             k_rows = key_rows(item, work.kv_head, keys, arrays.k_batch, arrays.k_head, arrays.k_row)
             used = keys.present & (keys.stored < item.used)
-            right = read_rows(arrays.k, k_rows, used, arrays.k_column, arrays.head_dim, COLUMNS)
+            right = read_rows(arrays.k, k_rows, used, arrays.k_column, arrays.head_dim, COLUMNS, DOT)
             ds, masked = pair_gradients(arrays, sizes, columns, item, work.kv_head, rows, keys, m, s, d, ROWS, KEYS, CHUNK, DOT, True)
             acc = weighted_chain(acc, ds, masked, right, SELECT, DOT)
         if not SELECT:
@@ -329,7 +329,7 @@ def attention_key_sums(
                 m, s = row_state(row_max, row_sum, at, rows.present)
                 r_rows = query_rows(item, rows, rows_batch, rows_head, rows_row)
                 seeing = rows.present & (rows.lower < rows.upper)
-                right = read_rows(rows_of, r_rows, seeing, rows_column, width, COLUMNS)
+                right = read_rows(rows_of, r_rows, seeing, rows_column, width, COLUMNS, DOT)
                 if delta is None:
                     weights, masked = pair_probabilities(
                         arrays, sizes, columns, item, work.kv_head, rows, keys, m, s, ROWS, KEYS, CHUNK, DOT, False

@@ -2,6 +2,7 @@
 
 On NVIDIA a chain is ``tl.dot`` with the accumulator passed in and IEEE precision, which compiles to FFMA instructions, k ascending.
 Elsewhere it is a loop of ``tl.fma``: AMD's matrix instructions have another order. The interpreter runs ``_interpreted_chain``.
+Operands of 16 bits are ``widened`` first.
 """
 
 # mypy: ignore-errors
@@ -13,7 +14,10 @@ from attn_triton import _interpreted_chain
 from attn_triton._device_function import device_function
 from attn_triton._softmax_kernel import INTERPRETED
 
-__all__ = ["chain", "chain_of_terms", "read_rows", "row_products", "weighted_chain"]
+__all__ = ["chain", "chain_of_terms", "read_rows", "row_products", "weighted_chain", "widened"]
+
+
+COMPILED = tl.constexpr(not INTERPRETED)
 
 
 @device_function
@@ -26,6 +30,21 @@ def _column(x, index):
 def _row(x, index):
     """Row ``index`` of x [K, N]."""
     return tl.sum(tl.where(tl.arange(0, x.shape[0])[:, None] == index, x, 0.0), axis=0)
+
+
+@device_function
+def widened(x, DOT: tl.constexpr):
+    """x as float32, exactly, in a form of which ``tl.dot`` makes a chain.
+
+    For sm_100 Triton 3.6 follows an operand through every operation without effects, back to its loads, and where one reads fewer than 32
+    bits the dot becomes a tcgen05 product of tf32 numbers, whatever its input precision says (``computeOrigBitWidth`` in its
+    lib/Dialect/TritonGPU/Transforms/AccelerateMatmul.cpp; 3.9 does not). A move that claims to have effects ends the search. The conversion
+    still goes past it, so halves wait in shared memory as they are, and ptxas drops the move.
+    """
+    wide = x.to(tl.float32)
+    if DOT and COMPILED and x.dtype != tl.float32:
+        wide = tl.inline_asm_elementwise("mov.b32 $0, $1;", "=r,r", [wide], dtype=tl.float32, is_pure=False, pack=1)
+    return wide
 
 
 @device_function
@@ -90,25 +109,28 @@ def row_products(
         left = _columns(a, a_rows, a_present, a_column, 0, depth, CHUNK)
         right = _columns(b, b_rows, b_present, b_column, 0, depth, CHUNK)
         for first in range(0, depth, CHUNK):
-            left_now = left.to(tl.float32)
-            right_now = right.to(tl.float32)
+            left_now = widened(left, DOT)
+            right_now = widened(right, DOT)
             left = _columns(a, a_rows, a_present, a_column, first + CHUNK, depth, CHUNK)
             right = _columns(b, b_rows, b_present, b_column, first + CHUNK, depth, CHUNK)
             acc = chain(acc, tl.trans(left_now), right_now, DOT)
     else:
         for first in range(0, depth, CHUNK):
-            left_now = _columns(a, a_rows, a_present, a_column, first, depth, CHUNK).to(tl.float32)
-            right_now = _columns(b, b_rows, b_present, b_column, first, depth, CHUNK).to(tl.float32)
+            left_now = widened(_columns(a, a_rows, a_present, a_column, first, depth, CHUNK), DOT)
+            right_now = widened(_columns(b, b_rows, b_present, b_column, first, depth, CHUNK), DOT)
             acc = chain(acc, tl.trans(left_now), right_now, DOT)
     return acc
 
 
 @device_function
-def read_rows(b, b_rows, b_present, b_column, width, C: tl.constexpr):
-    """Rows of b as float32 [N, C], 0 where there is none: int64 element offsets ``b_rows`` [N], and ``width`` <= C columns."""
+def read_rows(b, b_rows, b_present, b_column, width, C: tl.constexpr, DOT: tl.constexpr = False):
+    """Rows of b as float32 [N, C], 0 where there is none: int64 element offsets ``b_rows`` [N], and ``width`` <= C columns.
+
+    DOT is that of the chain which they enter.
+    """
     column = tl.arange(0, C)
     at = (b + b_rows)[:, None] + (column.to(tl.int64) * b_column)[None, :]
-    return tl.load(at, mask=b_present[:, None] & (column < width)[None, :], other=0.0).to(tl.float32)
+    return widened(tl.load(at, mask=b_present[:, None] & (column < width)[None, :], other=0.0), DOT)
 
 
 @device_function

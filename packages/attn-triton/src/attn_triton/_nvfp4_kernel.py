@@ -163,7 +163,7 @@ def token_means(arrays, sizes, means, CHUNK: tl.constexpr, COLUMNS: tl.constexpr
     for first in range(0, item.count, CHUNK):
         keys = keys_at(arrays, sizes, item, first, CHUNK)
         rows = key_rows(item, head, keys, arrays.k_batch, arrays.k_head, arrays.k_row)
-        total = chain(total, ones, read_rows(arrays.k, rows, keys.present, arrays.k_column, arrays.head_dim, COLUMNS), DOT)
+        total = chain(total, ones, read_rows(arrays.k, rows, keys.present, arrays.k_column, arrays.head_dim, COLUMNS, DOT), DOT)
     count = tl.maximum(item.count, 1).to(tl.float32)
     mean = tl.div_rn(total, tl.zeros([MEAN_ROWS, COLUMNS], tl.float32) + count)
     row, column = tl.arange(0, MEAN_ROWS)[:, None], tl.arange(0, COLUMNS)[None, :]

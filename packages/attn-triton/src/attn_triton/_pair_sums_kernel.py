@@ -10,7 +10,7 @@ is marked in ``spoiled``, and a second launch, with SELECT, sums it again with n
 import triton
 import triton.language as tl
 
-from attn_triton._chain_kernel import weighted_chain
+from attn_triton._chain_kernel import weighted_chain, widened
 from attn_triton._device_function import device_function
 from attn_triton._pairs_kernel import MASKED, TILE
 from attn_triton._scores_kernel import key_rows
@@ -87,8 +87,8 @@ def row_sums(
     for slot in range(begin // KEYS * KEYS, end, KEYS):
         key = slot - item.shift + tl.arange(0, KEYS)
         present = ((key >= 0) & (key < used))[:, None] & inside
-        b = tl.load(right + (key.to(tl.int64) * values_row)[:, None] + column[None, :], mask=present, other=0.0).to(tl.float32)
-        acc = _step(acc, tl.load(left + (slot - origin)), b, SELECT, DOT)
+        b = tl.load(right + (key.to(tl.int64) * values_row)[:, None] + column[None, :], mask=present, other=0.0)
+        acc = _step(acc, tl.load(left + (slot - origin)), widened(b, DOT), SELECT, DOT)
     if not SELECT:
         tl.store(own, _spoils(acc))
     rows = rows_at(arrays, sizes, item, work.kv_head, work.block * BLOCK, BLOCK)
@@ -190,7 +190,7 @@ def key_sums(
             at = (line * (tiles * TILE) + (slot - origin))[:, None] + slots[None, :]
             w = tl.load(weights + at, mask=present[:, None], other=0.0)
             b = tl.load(right + ((r - ahead) * values_row)[:, None] + column[None, :], mask=present[:, None] & inside, other=0.0)
-            acc = _step(acc, tl.trans(w), b.to(tl.float32), SELECT, DOT)
+            acc = _step(acc, tl.trans(w), widened(b, DOT), SELECT, DOT)
     spoils = _spoils(acc)
     if not SELECT:
         tl.store(own, spoils)

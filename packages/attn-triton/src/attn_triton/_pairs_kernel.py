@@ -12,7 +12,7 @@ import triton
 import triton.language as tl
 
 from attn_triton._attention_forward_kernel import log_sum
-from attn_triton._chain_kernel import chain
+from attn_triton._chain_kernel import chain, widened
 from attn_triton._device_function import device_function
 from attn_triton._scores_kernel import final_scores, key_rows, query_rows, row_values
 from attn_triton._softmax_kernel import HIGH, LEVELS, _merge, _probability, _slots, _tree_max, _tree_sum, exp_nonpositive
@@ -127,8 +127,8 @@ def decode_products(arrays, sizes, first, found, ranges, tiles, BLOCK: tl.conste
             there = (column < arrays.head_dim)[:, None]
             k_at = k_rows[None, :] + (column.to(tl.int64) * arrays.k_column)[:, None]
             q_at = q_rows[None, :] + (column.to(tl.int64) * arrays.q_column)[:, None]
-            k = tl.trans(tl.load(arrays.k + k_at, mask=there & keys.present[None, :], other=0.0)).to(tl.float32)
-            q = tl.load(arrays.q + q_at, mask=there & rows.present[None, :], other=0.0).to(tl.float32)
+            k = widened(tl.trans(tl.load(arrays.k + k_at, mask=there & keys.present[None, :], other=0.0)), DOT)
+            q = widened(tl.load(arrays.q + q_at, mask=there & rows.present[None, :], other=0.0), DOT)
             products = chain(products, k, q, DOT)
         x = tl.trans(final_scores(products, arrays, sizes, item, rows, keys, False))
         line = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import triton
 import triton.language as tl
 
-from attn_triton._chain_kernel import chain
+from attn_triton._chain_kernel import chain, widened
 from attn_triton._device_function import device_function
 from attn_triton._softmax_kernel import _store
 
@@ -42,26 +42,26 @@ def _of_rows(operand, index, GROUPED: tl.constexpr):
 
 
 @device_function
-def _left(a, base, m, k, m_total, depth, DEPTH_IS_ROWS: tl.constexpr, BY_ROWS: tl.constexpr, GROUPED: tl.constexpr):
+def _left(a, base, m, k, m_total, depth, DEPTH_IS_ROWS: tl.constexpr, BY_ROWS: tl.constexpr, GROUPED: tl.constexpr, DOT: tl.constexpr):
     """Block [M, K] of the left operand as float32, 0 outside it; read row by row, or column by column and turned."""
     if BY_ROWS:
         at = _of_rows(a, m, GROUPED)[:, None] + (k * a.column)[None, :]
-        block = tl.load(a.data + base + at, mask=(m < m_total)[:, None] & (k < depth)[None, :], other=0.0).to(tl.float32)
+        block = widened(tl.load(a.data + base + at, mask=(m < m_total)[:, None] & (k < depth)[None, :], other=0.0), DOT)
     else:
         if DEPTH_IS_ROWS:
             at = _of_rows(a, k, GROUPED)[:, None] + (m * a.column)[None, :]
         else:
             at = (k * a.column)[:, None] + _of_rows(a, m, GROUPED)[None, :]
         # Turned before it is widened: only so does a block of halves go to shared memory as it is.
-        block = tl.trans(tl.load(a.data + base + at, mask=(k < depth)[:, None] & (m < m_total)[None, :], other=0.0)).to(tl.float32)
+        block = widened(tl.trans(tl.load(a.data + base + at, mask=(k < depth)[:, None] & (m < m_total)[None, :], other=0.0)), DOT)
     return block
 
 
 @device_function
-def _right(b, base, k, n, depth, n_total, GROUPED: tl.constexpr):
+def _right(b, base, k, n, depth, n_total, GROUPED: tl.constexpr, DOT: tl.constexpr):
     """Block [K, N] of the right operand as float32, 0 outside it."""
     at = _of_rows(b, k, GROUPED)[:, None] + (n * b.column)[None, :]
-    return tl.load(b.data + base + at, mask=(k < depth)[:, None] & (n < n_total)[None, :], other=0.0).to(tl.float32)
+    return widened(tl.load(b.data + base + at, mask=(k < depth)[:, None] & (n < n_total)[None, :], other=0.0), DOT)
 
 
 @triton.jit(do_not_specialize=["kv_heads"])
@@ -104,8 +104,8 @@ def product(
     k = tl.arange(0, CHUNK).to(tl.int64)
     acc = tl.full([M, N], 0, tl.float32)
     for first in range(0, depth, CHUNK):
-        left = _left(a, a_base, m, first + k, m_total, depth, DEPTH_IS_ROWS, BY_ROWS, GROUPED)
-        right = _right(b, b_base, first + k, n, depth, n_total, DEPTH_IS_ROWS and GROUPED)
+        left = _left(a, a_base, m, first + k, m_total, depth, DEPTH_IS_ROWS, BY_ROWS, GROUPED, DOT)
+        right = _right(b, b_base, first + k, n, depth, n_total, DEPTH_IS_ROWS and GROUPED, DOT)
         acc = chain(acc, left, right, DOT)
     at = (item * m_total + m)[:, None] * n_total + n[None, :]
     _store(out + at, acc * scale + 0.0, (m < m_total)[:, None] & (n < n_total)[None, :], INTEGER_ROUNDING)

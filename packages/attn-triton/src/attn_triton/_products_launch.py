@@ -76,11 +76,17 @@ def _rows_first(tensor: Tensor) -> Tensor:
     return tensor.contiguous() if _uses_dot(tensor) and tensor.stride(3) != 1 else tensor
 
 
+def _as_wide(right: Tensor, left: Tensor) -> Tensor:
+    """On NVIDIA float32 beside float32, copied if need be: blocks of two widths wait for their step in registers (650 bytes of spills)."""
+    return right.float() if _uses_dot(right) and left.dtype == torch.float32 else right
+
+
 def _multiply_rows(left: Tensor, right: Tensor, out: Tensor, scale: float) -> None:
     """left [B, H, S, X], right [B, K, X, N] -> out [B, H, S, N]."""
     batch, kv_heads, depth, columns = right.shape
     group = left.shape[1] // kv_heads
     rows = group * left.shape[2]
+    right = _as_wide(right, left)
     _launch(
         _operand(left, group), _operand(right, 1), out, (batch, kv_heads, rows, columns, depth), scale, grouped=group > 1, over_rows=False
     )
@@ -93,7 +99,7 @@ def _multiply_over_rows(left: Tensor, right: Tensor, out: Tensor, scale: float) 
     depth = group * left.shape[2]
     _launch(
         _operand(left, group),
-        _operand(right, group),
+        _operand(_as_wide(right, left), group),
         out,
         (batch, kv_heads, keys, columns, depth),
         scale,

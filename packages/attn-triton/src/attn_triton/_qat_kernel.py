@@ -85,7 +85,7 @@ def qat_outputs(
     for first in range(0, end, KEYS):
         keys = keys_at(arrays, sizes, item, first, KEYS)
         v_rows = key_rows(item, work.kv_head, keys, arrays.v_batch, arrays.v_head, arrays.v_row)
-        values = read_rows(arrays.v, v_rows, keys.present, arrays.v_column, arrays.value_dim, COLUMNS)
+        values = read_rows(arrays.v, v_rows, keys.present, arrays.v_column, arrays.value_dim, COLUMNS, DOT)
         x = scores_of(arrays, sizes, item, work.kv_head, rows, keys, ROWS, KEYS, CHUNK, DOT)
         p, masked = _weights(x, m[:, None], encode, decode, QUANTIZE, True)
         acc = weighted_chain(acc, p, masked, values, SELECT, DOT)
@@ -161,7 +161,7 @@ def qat_value_sums(
                 rows = rows_of_head(arrays, sizes, item, head, first, end, ROWS)
                 m, s = row_state(row_max, row_sum, row_values(arrays, sizes, item, rows), rows.present)
                 at = query_rows(item, rows, dout_batch, dout_head, dout_row)
-                right = read_rows(dout, at, rows.present & (rows.lower < rows.upper), dout_column, arrays.value_dim, COLUMNS)
+                right = read_rows(dout, at, rows.present & (rows.lower < rows.upper), dout_column, arrays.value_dim, COLUMNS, DOT)
                 x = _pair_scores(arrays, sizes, columns, item, work.kv_head, rows, keys, ROWS, KEYS, CHUNK, DOT, False)
                 p, masked = _weights(x, m[None, :], encode, decode, QUANTIZE, False)
                 acc = weighted_chain(acc, _over_sum(p, s[None, :]), masked, right, SELECT, DOT)
