@@ -14,7 +14,7 @@ from torch import Tensor
 
 from attn_triton import _attention_forward_kernel as kernel
 from attn_triton._configuration import Config, on_device
-from attn_triton._problem import MAX_HEAD_DIM, Problem, attention_problem, result_strides, row_grid
+from attn_triton._problem import MAX_HEAD_DIM, Problem, attention_problem, block_sides, result_strides, row_grid
 from attn_triton._softmax_kernel import INTERPRETED
 
 __all__ = ["CONFIGS", "attention_forward", "check_supported"]
@@ -113,7 +113,8 @@ def attention_forward(inputs: AttentionInputs, out_dtype: torch.dtype) -> tuple[
 
 
 def _row_states(inputs: AttentionInputs, problem: Problem, config: Config, dot: bool, *results: Tensor) -> None:
-    grid = row_grid(inputs, problem.sizes, config.rows)
+    rows, _ = block_sides(problem.sizes, config.rows, config.keys)
+    grid = row_grid(inputs, problem.sizes, rows)
     if grid.programs == 0:
         return
     kernel.attention_row_states[(grid.programs,)](
@@ -122,7 +123,7 @@ def _row_states(inputs: AttentionInputs, problem: Problem, config: Config, dot: 
         grid.plan,
         grid.per_item,
         *results,
-        ROWS=config.rows,
+        ROWS=rows,
         KEYS=config.keys,
         CHUNK=config.chunk,
         DOT=dot,
@@ -136,7 +137,8 @@ def _outputs(
     """out, then again the blocks that a masked pair's infinity or NaN spoiled, a few columns at a time: there two accumulators are live."""
     columns = _columns(out.shape[-1])
     config = configs.outputs_of(columns)
-    grid = row_grid(inputs, problem.sizes, config.rows)
+    rows, _ = block_sides(problem.sizes, config.rows, config.keys)
+    grid = row_grid(inputs, problem.sizes, rows)
     if grid.programs == 0:
         return
     spoiled = torch.empty(grid.programs, dtype=torch.int32, device=out.device)
@@ -155,8 +157,8 @@ def _outputs(
             out[..., part],
             *result_strides(out, inputs.packed),
             spoiled,
-            ROWS=config.rows,
-            KEYS=config.keys,
+            ROWS=rows,
+            KEYS=block_sides(problem.sizes, config.rows, config.keys)[1],
             COLUMNS=width,
             CHUNK=config.chunk,
             SELECT=select,
