@@ -2,19 +2,25 @@
 
 from __future__ import annotations
 
-import sys
+import os
 from pathlib import Path
 
 __all__ = ["path_without"]
 
-FOLDERS = ("/usr/local/bin", "/usr/bin", "/bin")
-
 
 def path_without(folder: Path, *prefixes: str) -> str:
-    """``folder``, filled with links to the commands beside this Python and of the system whose names start with none of ``prefixes``."""
-    folder.mkdir(parents=True, exist_ok=True)
-    for source in dict.fromkeys([str(Path(sys.executable).parent), *FOLDERS]):
-        for command in Path(source).iterdir():
-            if not command.name.startswith(prefixes) and not (folder / command.name).exists():
-                (folder / command.name).symlink_to(command)
-    return str(folder)
+    """PATH without the commands whose names start with one of ``prefixes``; ``folder`` takes links to what lies beside them."""
+    found = []
+    for number, source in enumerate(dict.fromkeys(os.environ["PATH"].split(os.pathsep))):
+        commands = list(Path(source).iterdir()) if Path(source).is_dir() else []
+        left = [command for command in commands if not command.name.startswith(prefixes)]
+        if len(left) == len(commands):
+            found.append(source)
+            continue
+        mirror = folder / str(number)
+        mirror.mkdir(parents=True, exist_ok=True)
+        for command in left:
+            if not (mirror / command.name).is_symlink():
+                (mirror / command.name).symlink_to(command)
+        found.append(str(mirror))
+    return os.pathsep.join(found)

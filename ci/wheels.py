@@ -115,7 +115,17 @@ def build(options: argparse.Namespace, dist: Path, fresh: Path, scratch: Path) -
         shutil.rmtree(built, ignore_errors=True)
         print(f"{folder}: building", flush=True)
         started = time.perf_counter()
-        command = [options.uv, "build", "--quiet", "--out-dir", str(built), "--find-links", str(dist), "--refresh-package", "attn-spec"]
+        command = [
+            shutil.which(options.uv) or options.uv,
+            "build",
+            "--quiet",
+            "--out-dir",
+            str(built),
+            "--find-links",
+            str(dist),
+            "--refresh-package",
+            "attn-spec",
+        ]
         command += ["--build-constraints", str(ROOT / CONSTRAINTS), "--python", options.python, str(ROOT / folder)]
         if architectures:
             command += ["--config-setting", f"cmake.define.ATTN_CUDA_ARCHITECTURES={architectures}"]
