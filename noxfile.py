@@ -30,7 +30,7 @@ nox.options.sessions = ["lint", "types", "tests"]
 NAMES = ["attn-spec", "attn-reference", "attn-triton", "attn-cuda", "attn-jax-rocm-sink"]
 FOLDERS = {**{name: f"packages/{name}" for name in NAMES}, "attn-shared-tests": "shared_tests"}
 TEST_TOOLS = ["pytest", "pytest-xdist", "hypothesis", "safetensors", "flatbuffers", "pybind11", "cmake", "ninja"]
-TEST_PATHS = ["-n2", "--dist=worksteal", "--durations=20", "--attn-sample=8", "ci/tests", "packages", "--pyargs", "attn_shared_tests"]
+TEST_PATHS = ["-n2", "--dist=worksteal", "--durations=20", "--attn-sample=12", "ci/tests", "packages", "--pyargs", "attn_shared_tests"]
 TESTED, CPU, OLDEST, BUILD = (f"ci/constraints{part}.txt" for part in ("", "-cpu", "-oldest", "-build"))
 NATIVE = ("*.h", "*.cuh", "*.cpp", "*.cc", "*.cu", "*.hip")
 CLANG = "clang++-22"

@@ -29,6 +29,8 @@ from captured import Captured
 from report import Row, table, write
 
 DEFINITION = ("attn_reference", "pytorch")
+LARGE = 1_200_000_000
+"""Pairs of a layer that takes an engine of the CPU most of a minute."""
 DIGESTS = Path(__file__).parent / "layer_digests.json"
 Layer = Case | Captured
 ALL_CASES: dict[str, Layer] = {**CASES, Captured.name: Captured()}
@@ -55,11 +57,14 @@ class Runner:
 
 @dataclass(frozen=True)
 class Task:
-    """One case in one dtype. ``started`` is the wall clock (s) of the whole job; ``recorded``: layer digests to check, None: none."""
+    """One case in one dtype. ``started`` is the wall clock (s) of the whole job; ``recorded``: layer digests to check, None: none.
+
+    ``engines``: how many engines run the whole layer.
+    """
 
     case: str
     dtype: str
-    layers: bool
+    engines: int
     recorded: Mapping[str, str] | None
     started: float
 
@@ -158,8 +163,7 @@ def run(task: Task) -> tuple[list[Row], dict[str, str]]:
     job = Job(find_runners()[0], task.started)
     case = ALL_CASES[task.case]
     sampled = run_samples(job, case, task.dtype, Runner(get_backend(DEFINITION[0]), DEFINITION[1], "cpu"))
-    if task.layers:
-        run_layer(job, case, task.dtype, sampled, task.recorded)
+    run_layer(job, case, task, sampled)
     return job.rows, job.digests
 
 
@@ -221,12 +225,15 @@ def refuse(job: Job, runner: Runner, case: str, call: Call, dtype: str, fraction
     )
 
 
-def run_layer(job: Job, case: Layer, dtype: str, sampled: Mapping[str, np.ndarray], recorded: Mapping[str, str] | None) -> None:
-    """The whole layer on the engines that are quick enough: against each other, the recorded digests (None: not checked) and the sample."""
+def run_layer(job: Job, case: Layer, task: Task, sampled: Mapping[str, np.ndarray]) -> None:
+    """The whole layer on the engines that are quick enough: against each other, the recorded digests and the sample."""
+    dtype, recorded = task.dtype, task.recorded
     able = [runner for runner in job.runners if runner.backend.runs_layers(runner.device, runner.engine) and runner.supports(case.operator)]
+    if not able[: task.engines]:
+        return
     call = case.layer_call(dtype)
     first: tuple[str, dict[str, np.ndarray]] | None = None
-    for runner in able:
+    for runner in able[: task.engines]:
         start = time.perf_counter()
         try:
             found = runner.evaluate(call)
@@ -288,6 +295,13 @@ def check_sample(job: Job, runner: Runner, case: Layer, call: Call, dtype: str, 
     )
 
 
+def engines(case: Layer, dtype: str, large_once: bool) -> int:
+    """How many engines run a whole layer: all, or of a large one, with ``large_once``, one in the first dtype."""
+    if not large_once or case.pairs < LARGE:
+        return sys.maxsize
+    return 1 if dtype == case.dtypes[0] else 0
+
+
 def expense(case: Layer) -> int:
     """What a task's time grows with: pairs of the layer, and keys of the samples, each of which costs an interpreter as much as 10,000."""
     return case.pairs + (10_000 * len(case.sample_rows) * case.keys if isinstance(case, Case) else 0)
@@ -308,7 +322,9 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--output", type=Path, default=Path("build/cross_backend"), help="folder for report.json and report.html")
     parser.add_argument("--case", action="append", help="run only this case (repeatable)")
-    parser.add_argument("--no-layers", action="store_true", help="samples only")
+    layers = parser.add_mutually_exclusive_group()
+    layers.add_argument("--no-layers", action="store_true", help="samples only")
+    layers.add_argument("--large-layers-once", action="store_true", help="the largest layers whole in one dtype and by one engine alone")
     parser.add_argument("--processes", type=int, default=os.cpu_count() or 1, help="tasks that run side by side (default: one a core)")
     parser.add_argument("--record-digests", action="store_true", help="write the digests of the whole layers instead of checking them")
     options = parser.parse_args()
@@ -322,7 +338,11 @@ def main() -> int:
     job.say(f"engines: {', '.join(f'{runner.name} on {runner.device}' for runner in job.runners)}; contracts: {', '.join(CONTRACTS)}")
     recorded = None if options.record_digests else json.loads(DIGESTS.read_text())
     names = options.case or ALL_CASES
-    tasks = [Task(name, dtype, not options.no_layers, recorded, job.started) for name in names for dtype in ALL_CASES[name].dtypes]
+    tasks = [
+        Task(name, dtype, 0 if options.no_layers else engines(ALL_CASES[name], dtype, options.large_layers_once), recorded, job.started)
+        for name in names
+        for dtype in ALL_CASES[name].dtypes
+    ]
     for rows, digests in run_all(tasks, min(options.processes, len(tasks))):
         job.rows += rows
         job.digests |= digests

@@ -76,16 +76,16 @@ def build(tile: int, folder: Path, built: bool) -> Path:
 class Softmax:
     """The C interface of one build, on contiguous scores [rows, keys]."""
 
-    library: ctypes.CDLL
+    loaded: ctypes.CDLL
 
     @property
     def tile(self) -> int:
-        return int(self.library.attn_cuda_softmax_tile())
+        return int(self.loaded.attn_cuda_softmax_tile())
 
     @property
     def fingerprint(self) -> str:
-        self.library.attn_cuda_fingerprint.restype = ctypes.c_char_p
-        return str(self.library.attn_cuda_fingerprint().decode())
+        self.loaded.attn_cuda_fingerprint.restype = ctypes.c_char_p
+        return str(self.loaded.attn_cuda_fingerprint().decode())
 
     def forward(self, scores: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Probabilities in the dtype of the scores, row max and row sum."""
@@ -93,7 +93,7 @@ class Softmax:
         shape, rows = described(scores)
         pointers = [ctypes.c_void_p(tensor.data_ptr()) for tensor in (row_max, row_sum)]
         arguments = (ctypes.byref(shape), ctypes.byref(rows), None, ctypes.c_void_p(probs.data_ptr()), rows.dtype, *pointers)
-        self._demand(self.library.attn_cuda_softmax_forward(*place(scores), *arguments), "forward")
+        self._demand(self.loaded.attn_cuda_softmax_forward(*place(scores), *arguments), "forward")
         return probs, row_max, row_sum
 
     def backward(self, scores: Tensor, dprobs: Tensor, row_max: Tensor, row_sum: Tensor) -> Tensor:
@@ -101,13 +101,13 @@ class Softmax:
         shape, rows = described(scores)
         pointers = [ctypes.c_void_p(tensor.data_ptr()) for tensor in (row_max, row_sum, dscores)]
         arguments = (ctypes.byref(shape), ctypes.byref(rows), ctypes.byref(described(dprobs)[1]), None, *pointers)
-        self._demand(self.library.attn_cuda_softmax_backward(*place(scores), *arguments), "backward")
+        self._demand(self.loaded.attn_cuda_softmax_backward(*place(scores), *arguments), "backward")
         return dscores
 
     def _demand(self, code: int, what: str) -> None:
         if code != 0:
-            self.library.attn_cuda_message.restype = ctypes.c_char_p
-            raise RuntimeError(f"softmax {what} with tile {self.tile}: {self.library.attn_cuda_message(code).decode()}")
+            self.loaded.attn_cuda_message.restype = ctypes.c_char_p
+            raise RuntimeError(f"softmax {what} with tile {self.tile}: {self.loaded.attn_cuda_message(code).decode()}")
 
 
 def place(tensor: Tensor) -> tuple[int, ctypes.c_void_p]:

@@ -1,7 +1,7 @@
 """Build sdists and wheels into dist/, and build a package again only when something that goes into it has changed.
 
 ``python ci/wheels.py --uv UV --python PYTHON [--cuda-architectures LIST] FOLDER ...``: the first folder is that of attn-spec, which the
-others need. Each wheel is built in isolation from its sdist, as a user's installer would.
+others need. Each wheel is built in isolation from its sdist, as a user's installer would, and all but attn-cuda's without git and nvcc.
 """
 
 from __future__ import annotations
@@ -10,13 +10,17 @@ import argparse
 import fcntl
 import hashlib
 import json
+import os
 import shutil
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+
+from poorer_path import path_without
 
 ROOT = Path(__file__).resolve().parent.parent
 CONSTRAINTS = "ci/constraints-build.txt"
@@ -30,6 +34,13 @@ def sources(path: Path) -> list[Path]:
     if path.is_file():
         return [path]
     return sorted(file for file in path.rglob("*") if file.is_file() and not IGNORED & set(file.relative_to(path).parts))
+
+
+def environment(folder: str, scratch: Path) -> dict[str, str]:
+    """Variables of the build of ``folder``: only attn-cuda's finds git and nvcc, so the other wheels prove that they need neither."""
+    if Path(folder).name == "attn-cuda":
+        return dict(os.environ)
+    return {**os.environ, "PATH": path_without(scratch / Path(folder).name, "git", "nvcc")}
 
 
 def tools(python: str) -> list[str]:
@@ -85,12 +96,12 @@ def main(arguments: Sequence[str]) -> int:
     options = parser.parse_args(arguments)
     dist, fresh = ROOT / "dist", ROOT / "build" / "dist"
     dist.mkdir(exist_ok=True)
-    with (dist / ".lock").open("w") as lock:  # sessions may run side by side
-        fcntl.flock(lock, fcntl.LOCK_EX)
-        return build(options, dist, fresh)
+    with (dist / ".lock").open("w") as lock, tempfile.TemporaryDirectory() as scratch:
+        fcntl.flock(lock, fcntl.LOCK_EX)  # sessions may run side by side
+        return build(options, dist, fresh, Path(scratch))
 
 
-def build(options: argparse.Namespace, dist: Path, fresh: Path) -> int:
+def build(options: argparse.Namespace, dist: Path, fresh: Path, scratch: Path) -> int:
     """Build what has changed, the first package alone and the others two at a time; 1 where a build fails."""
     compilers = tools(options.python)
 
@@ -104,11 +115,21 @@ def build(options: argparse.Namespace, dist: Path, fresh: Path) -> int:
         shutil.rmtree(built, ignore_errors=True)
         print(f"{folder}: building", flush=True)
         started = time.perf_counter()
-        command = [options.uv, "build", "--quiet", "--out-dir", str(built), "--find-links", str(dist), "--refresh-package", "attn-spec"]
+        command = [
+            shutil.which(options.uv) or options.uv,
+            "build",
+            "--quiet",
+            "--out-dir",
+            str(built),
+            "--find-links",
+            str(dist),
+            "--refresh-package",
+            "attn-spec",
+        ]
         command += ["--build-constraints", str(ROOT / CONSTRAINTS), "--python", options.python, str(ROOT / folder)]
         if architectures:
             command += ["--config-setting", f"cmake.define.ATTN_CUDA_ARCHITECTURES={architectures}"]
-        if subprocess.run(command, check=False).returncode:
+        if subprocess.run(command, check=False, env=environment(folder, scratch)).returncode:
             print(f"{folder}: failed", flush=True)
             return False
         record.replace(digest, built)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import subprocess
-import sys
 from collections.abc import Callable
 from pathlib import Path
 
@@ -34,18 +33,3 @@ def run(tmp_path: Path) -> Run:
         return subprocess.run(command, cwd=tmp_path, env=variables, capture_output=True, text=True, timeout=900, check=False)
 
     return run
-
-
-@pytest.fixture
-def path_without(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., str]:
-    """A PATH with every command of this machine but those whose names start with one of ``prefixes``."""
-
-    def build(*prefixes: str) -> str:
-        folder = tmp_path_factory.mktemp("bin")
-        for source in dict.fromkeys([str(Path(sys.executable).parent), "/usr/local/bin", "/usr/bin", "/bin"]):
-            for command in Path(source).iterdir():
-                if not command.name.startswith(prefixes) and not (folder / command.name).exists():
-                    (folder / command.name).symlink_to(command)
-        return str(folder)
-
-    return build

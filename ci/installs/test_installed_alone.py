@@ -38,7 +38,7 @@ def test_readme_examples_run(run, python_of: Callable[[str], str], name: str) ->
     examples = re.findall(r"^```python\n(.*?)^```$", (ROOT / "packages" / name / "README.md").read_text(), re.MULTILINE | re.DOTALL)
     assert examples, f"packages/{name}/README.md has no Python example"
     for code in examples:
-        result = run(python_of(name), "-c", code)
+        result = run(python_of(name), "-c", code, PYTHONWARNINGS="error::DeprecationWarning:__main__")
         assert result.returncode == 0, result.stderr
 
 

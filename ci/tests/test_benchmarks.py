@@ -300,3 +300,11 @@ def test_the_budget_is_shared_and_never_exceeded(module: Callable[[str], ModuleT
     assert all((gpu.ROOT / one.script).is_file() for one in gpu.BENCHMARKS.values())
     assert gpu.run([sys.executable, "-c", "raise SystemExit(3)"], 60.0) == 3
     assert gpu.run([sys.executable, "-c", "import time; time.sleep(60)"], 0.2) is None
+
+
+def test_only_the_largest_layers_may_run_once(module: Callable[[str], ModuleType]) -> None:
+    job = module("cross_backend")
+    chosen = {(name, dtype): job.engines(case, dtype, True) for name, case in job.ALL_CASES.items() for dtype in case.dtypes}
+    assert {key for key, engines in chosen.items() if engines == 1} == {("qwen-image-7401", "bfloat16"), ("qwen3-8b-load", "bfloat16")}
+    assert {key for key, engines in chosen.items() if engines == 0} == {("qwen-image-7401", "float16")}
+    assert {job.engines(case, dtype, False) for case in job.ALL_CASES.values() for dtype in case.dtypes} == {sys.maxsize}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from pathlib import Path
 
 import pytest
@@ -65,3 +66,15 @@ def test_a_record_is_current_only_with_its_files(tmp_path: Path) -> None:
     assert not wheels.Record(tmp_path, "packages/attn-cuda", "Python 3.12").is_current("a")
     (tmp_path / "attn_cuda-1-py3-none-any.whl").unlink()
     assert not again.is_current("a")
+
+
+@pytest.mark.parametrize("name", ["attn-spec", "attn-reference", "attn-triton", "attn-jax-rocm-sink"])
+def test_wheels_are_built_without_git_and_nvcc(tmp_path: Path, name: str) -> None:
+    path = wheels.environment(f"packages/{name}", tmp_path)["PATH"]
+    assert shutil.which("git", path=path) is None and shutil.which("nvcc", path=path) is None
+    assert shutil.which("c++", path=path) is not None
+
+
+def test_only_the_kernels_of_cuda_are_built_with_nvcc(tmp_path: Path) -> None:
+    path = wheels.environment("packages/attn-cuda", tmp_path)["PATH"]
+    assert [shutil.which(tool, path=path) for tool in ("git", "nvcc")] == [shutil.which(tool) for tool in ("git", "nvcc")]

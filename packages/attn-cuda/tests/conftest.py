@@ -27,10 +27,10 @@ def cuda() -> torch.device:
 
 @pytest.fixture(scope="session")
 def nvcc() -> str:
-    """Path of nvcc; the compile-only tests need it and nothing else."""
+    """Path of nvcc; the compile-only tests need it and nothing else. Without a toolkit they are skipped, but not in CI."""
     found = shutil.which("nvcc") or shutil.which("/usr/local/cuda/bin/nvcc")
     if found is None:
-        pytest.skip("no nvcc")
+        pytest.skip("nvcc is not on PATH; .ci/run demands it")
     return found
 
 

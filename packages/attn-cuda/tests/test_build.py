@@ -8,6 +8,7 @@ import re
 import shutil
 import subprocess
 import sys
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -30,10 +31,25 @@ def _missing(build: Path) -> str | None:
     return names["MISSING"]
 
 
-def test_clean_flags_configure(nvcc: str, package: Path, tmp_path: Path) -> None:
-    done = _configure(package, tmp_path, f"-DCMAKE_CUDA_COMPILER={nvcc}", "-DATTN_CUDA=ON")
+@pytest.fixture(scope="module")
+def configured(nvcc: str, package: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A build folder after a configuration with clean flags. Others in it keep what CMake found out about the compilers."""
+    build = tmp_path_factory.mktemp("configured")
+    done = _configure(package, build, f"-DCMAKE_CUDA_COMPILER={nvcc}", "-DATTN_CUDA=ON")
     assert done.returncode == 0, done.stderr
-    assert _missing(tmp_path) is None
+    return build
+
+
+@pytest.fixture
+def again(configured: Path, package: Path) -> Iterator[Callable[..., subprocess.CompletedProcess[str]]]:
+    """Configures the folder once more, with options and variables; afterwards with clean flags."""
+    fresh = ("-UCMAKE_CUDA_FLAGS*", "-UATTN_CUDA")
+    yield lambda *options, **environment: _configure(package, configured, *fresh, *options, **environment)
+    assert _configure(package, configured, *fresh, "-DATTN_CUDA=ON").returncode == 0
+
+
+def test_clean_flags_configure(configured: Path) -> None:
+    assert _missing(configured) is None
 
 
 @pytest.mark.parametrize(
@@ -48,17 +64,16 @@ def test_clean_flags_configure(nvcc: str, package: Path, tmp_path: Path) -> None
     ],
 )
 def test_flags_that_change_bits_stop_the_configuration(
-    nvcc: str, package: Path, tmp_path: Path, option: str, environment: dict[str, str]
+    again: Callable[..., subprocess.CompletedProcess[str]], option: str, environment: dict[str, str]
 ) -> None:
-    done = _configure(package, tmp_path, f"-DCMAKE_CUDA_COMPILER={nvcc}", option, **environment)
+    done = again(option, **environment)
     assert done.returncode != 0
     message = " ".join(done.stderr.split())
     assert "change the bits that the contract fixes" in message, message
 
 
-def test_flags_of_the_build_environment_stop_the_build(nvcc: str, package: Path, tmp_path: Path) -> None:
-    assert _configure(package, tmp_path, f"-DCMAKE_CUDA_COMPILER={nvcc}").returncode == 0
-    target = ("--build", str(tmp_path), "--target", "attn_cuda_build_info")
+def test_flags_of_the_build_environment_stop_the_build(configured: Path) -> None:
+    target = ("--build", str(configured), "--target", "attn_cuda_build_info")
     assert _cmake(*target).returncode == 0
     done = _cmake(*target, NVCC_APPEND_FLAGS="--ftz=true")
     assert done.returncode != 0
@@ -87,19 +102,28 @@ def test_the_fingerprint_is_of_sources_flags_compiler_and_architectures(nvcc: st
     source, build = tmp_path / "source", tmp_path / "build"
     shutil.copytree(package, source, ignore=shutil.ignore_patterns("build", "tests", "src"))
 
-    def fingerprint() -> str:
-        done = _cmake("--build", str(build), "--target", "attn_cuda_build_info")
-        assert done.returncode == 0, done.stdout + done.stderr
+    def written() -> str:
         found = re.search(r'ATTN_CUDA_FINGERPRINT "(\w{64})"', (build / "attn_build_info.h").read_text())
         assert found is not None
         return found.group(1)
 
+    def fingerprint() -> str:
+        done = _cmake("--build", str(build), "--target", "attn_cuda_build_info")
+        assert done.returncode == 0, done.stdout + done.stderr
+        return written()
+
     assert _configure(source, build, f"-DCMAKE_CUDA_COMPILER={nvcc}").returncode == 0
     seen = [fingerprint()]
     assert fingerprint() == seen[0]
+    listed = subprocess.run(
+        ["ninja", "-C", str(build), "-t", "commands", "attn_cuda_build_info"], check=True, capture_output=True, text=True
+    )
+    (step,) = (line for line in listed.stdout.splitlines() if "BuildInfo.cmake" in line)
     for path in sorted(path for path in (source / "csrc").rglob("*") if path.is_file()):
         path.write_text(path.read_text() + "\n")
-        seen.append(fingerprint())
+        subprocess.run(step, shell=True, check=True)
+        seen.append(written())
+    assert fingerprint() == seen[-1]
     for option in ("-DATTN_CUDA_ARCHITECTURES=80-real;90a-real", "-DCMAKE_CUDA_FLAGS=-lineinfo"):
         assert _configure(source, build, option).returncode == 0
         seen.append(fingerprint())

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 import shutil
 import subprocess
+from functools import cache
 from pathlib import Path
 
 import attn_spec
@@ -121,15 +122,21 @@ def test_the_contract_headers_compile_for(nvcc: str, tmp_path: Path, architectur
     assert done.returncode == 0, done.stderr
 
 
+@cache
 def _cuobjdump(*arguments: str) -> str:
-    tool = shutil.which("cuobjdump") or str(Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump")
+    """What cuobjdump prints of the installed library."""
     module = extension()
     assert not isinstance(module, str), module
-    return subprocess.run([tool, *arguments, str(module.__file__)], capture_output=True, text=True, check=True).stdout
+    return _dumped(*arguments, str(module.__file__))
+
+
+def _dumped(*arguments: str, folder: Path | None = None) -> str:
+    tool = shutil.which("cuobjdump") or str(Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump")
+    return subprocess.run([tool, *arguments], cwd=folder, capture_output=True, text=True, check=True).stdout
 
 
 def atomics(code: str) -> list[str]:
-    """Atomic instructions in SASS; a plain search first, since there are a hundred megabytes of it."""
+    """Atomic instructions in SASS; a plain search first, since there are megabytes of it."""
     near = "\n".join(line for line in code.splitlines() if "ATOM" in line or "RED" in line)
     return re.findall(r"(?<![.\w])(?:ATOM|ATOMG|ATOMS|RED)\b[.\w]*", near)
 
@@ -168,9 +175,18 @@ COUNTER = ("attention_whole_kernel", "ATOMG.E.ADD.STRONG.GPU")
 """Integers that hand out blocks of rows to multiprocessors: which one takes a block moves no bit of it."""
 
 
-def test_machine_code_has_no_atomics() -> None:
-    code = _cuobjdump("-sass")
+def test_code_has_no_atomics(tmp_path: Path) -> None:
+    """Of a kernel whose PTX the library holds, which lists every operation, that is read; of the others the machine code."""
+    ptx = _cuobjdump("-ptx")
+    assert re.findall(FORBIDDEN["atomic"], ptx) == []
+    shown = set(re.findall(r"\.entry (\w+)", ptx))
+    module = extension()
+    assert not isinstance(module, str), module
+    _dumped("-xelf", "all", str(module.__file__), folder=tmp_path)
+    rest = [file for file in sorted(tmp_path.iterdir()) if not any(name.encode() in file.read_bytes() for name in shown)]
+    code = "".join(_dumped("-sass", str(file)) for file in rest)
     assert "FADD" in code and "FFMA" in code
     functions = [(text.split(maxsplit=1)[0], atomics(text)) for text in code.split("Function :")[1:]]
+    assert {name for name, _ in functions} | shown == set(re.findall(r"Function (\w+):", _cuobjdump("-res-usage")))
     found = {(name, instruction) for name, instructions in functions for instruction in instructions}
     assert {(name, instruction) for name, instruction in found if COUNTER[0] not in name or instruction != COUNTER[1]} == set()

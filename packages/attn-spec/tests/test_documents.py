@@ -39,8 +39,6 @@ IDS = {
 COVERED = "ABCDEFHIJK"
 """Kinds of which every row names a test or says why it does not apply."""
 
-pytestmark = pytest.mark.skipif(not TABLE.exists(), reason="the documents are in the repository, not in the package")
-
 
 def rows() -> dict[str, str]:
     """Last cell by id."""

@@ -6,7 +6,10 @@ from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+import attn_spec
+import pytest
 import torch
+from attn_spec import Problem as Described
 from torch import Tensor
 
 CONTRACT = "sm90-v1"
@@ -14,6 +17,14 @@ DIFFERENTIABLE = ("q", "k", "v", "sinks")
 
 
 JOINT = ("q_txt", "k_txt", "v_txt", "q_img", "k_img", "v_img")
+
+
+def demand_hopper(name: str, operator: str, contract: str) -> None:
+    """Skip without an NVIDIA GPU of compute capability 9.0; with one, a backend that does not run the contract fails here."""
+    if torch.version.cuda is None or not torch.cuda.is_available() or torch.cuda.get_device_capability() != (9, 0):
+        pytest.skip("no NVIDIA GPU of compute capability 9.0")
+    described = Described(op=operator, dtype="bfloat16", device="cuda", contract=contract, head_dim=64, value_dim=64)
+    assert not attn_spec.backends()[name].reasons(described)
 
 
 def normal(*shape: int, seed: int, dtype: torch.dtype = torch.float32) -> Tensor:

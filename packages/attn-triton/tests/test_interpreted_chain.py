@@ -1,11 +1,17 @@
-"""The chains that interpreted kernels run, against the C library's FMA, on values built to break an addition that rounds twice."""
+"""The chains that interpreted kernels run, against the C library's FMA, on values built to break an addition that rounds twice; what they
+read; and the blocks that they read."""
 
 import ctypes
 import ctypes.util
 
 import numpy as np
 import pytest
+import torch
 from attn_triton._interpreted_chain import _chain
+from attn_triton._interpreter import bfloat16_by_shift
+from attn_triton._problem import MAX_BLOCK_KEYS, MAX_HEAD_DIM, Sizes, block_sides
+from triton import language as tl
+from triton.runtime import interpreter
 
 FMAF = ctypes.CDLL(ctypes.util.find_library("m") or "libm.so.6").fmaf
 FMAF.restype, FMAF.argtypes = ctypes.c_float, [ctypes.c_float] * 3
@@ -74,3 +80,24 @@ def test_rounding_twice_is_noticed(kind):
     acc, a, b = inputs(kind, 0)
     terms = np.ones(a.shape, bool)
     assert differing(by_elements(acc, a, b, terms, lambda x, y, z: np.float32(x * y + z)), by_elements(acc, a, b, terms, FMAF)) > 20
+
+
+def test_every_bfloat16_is_read_as_it_is():
+    stored = np.arange(1 << 16, dtype=np.uint16)
+    with bfloat16_by_shift():
+        found = interpreter._convert_float(stored, tl.bfloat16, tl.float32, None)
+    expected = torch.from_numpy(stored.view(np.int16)).view(torch.bfloat16).float().numpy()
+    assert np.array_equal(found, expected.view(np.uint32))
+
+
+@pytest.mark.parametrize(
+    ("queries", "group", "keys", "expected"),
+    ((1, 1, 5000, (16, MAX_BLOCK_KEYS)), (1, 1, 3, (16, 16)), (30, 2, 300, (64, 512)), (4096, 4, 4096, (256, 256)), (0, 1, 0, (16, 16))),
+)
+def test_blocks_hold_what_there_is(monkeypatch, queries, group, keys, expected):
+    sizes = Sizes(1, 1, group, queries, keys, 0, 0, 1.0)
+    monkeypatch.setattr("attn_triton._problem.INTERPRETED", True)
+    assert block_sides(sizes, 256, 256) == expected
+    assert expected[0] * expected[1] <= 1 << 16 and expected[1] * MAX_HEAD_DIM <= tl.TRITON_MAX_TENSOR_NUMEL
+    monkeypatch.setattr("attn_triton._problem.INTERPRETED", False)
+    assert block_sides(sizes, 64, 32) == (64, 32)

@@ -53,6 +53,13 @@ def test_strides_infinities_and_nan(device):
     check(device, joint_attn_av_gemm, pytorch.joint_attn_av_gemm, scores, k, normal(1, 1, 1, 1, seed=4).expand(2, 2, 6, 8))
 
 
+def test_subnormals_in_half_precision(device):
+    """Of bfloat16 and float16, the smallest among them, times one and times each other."""
+    for dtype in (torch.bfloat16, torch.float16):
+        v = torch.arange(1, 33, dtype=torch.int16).view(dtype).reshape(1, 1, 8, 4)
+        check(device, joint_attn_av_gemm, pytorch.joint_attn_av_gemm, torch.eye(8, dtype=dtype).expand(1, 1, 8, 8), v, v)
+
+
 @pytest.mark.parametrize("chunk", (16, 64))
 def test_configurations_move_no_bit(device, monkeypatch, chunk):
     q, k, upstream = (

@@ -14,7 +14,6 @@ import pytest
 import torch
 import triton
 import triton.language as tl
-from attn_spec import Problem as Described
 from attn_spec import QATConfig
 from attn_triton import _qat_sm90_launch
 from attn_triton._nvfp4_kernel import quantized_along_columns, quantized_along_rows
@@ -22,8 +21,7 @@ from attn_triton._nvfp4_launch import constant_scales
 from attn_triton._nvfp4_sm90_kernel import p_along_columns, p_along_rows, reciprocal
 from attn_triton._qat_sm90_launch import CONFIGS, QatConfigs
 from attn_triton._sm90_configuration import TileConfig
-from attn_triton.backend import BACKEND
-from sm90_calls import HALF, Problem, dense, packed, turned
+from sm90_calls import HALF, Problem, demand_hopper, dense, packed, turned
 from test_sm90_gpu import assert_same, part
 
 TENSOR_CORES, ORDERED = "nvfp4-sm90-v1", "nvfp4-ordered-v1"
@@ -36,10 +34,7 @@ ONLY_P = replace(KEYS, quantize_q=False, quantize_k=False, quantize_v=False)
 
 @pytest.fixture(autouse=True)
 def hopper() -> None:
-    described = Described(op="qat_attention", dtype="bfloat16", device="cuda", contract=TENSOR_CORES, head_dim=64, value_dim=64)
-    reasons = BACKEND.reasons(described)
-    if reasons:
-        pytest.skip("; ".join(reasons))
+    demand_hopper("attn_triton", "qat_attention", TENSOR_CORES)
 
 
 def on_gpu(problem: Problem) -> dict[str, torch.Tensor]:

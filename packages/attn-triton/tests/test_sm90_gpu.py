@@ -10,53 +10,45 @@ from __future__ import annotations
 import importlib
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from importlib.util import find_spec
 from typing import Any
 
 import attn_reference
 import attn_reference.partials
-import attn_spec
 import attn_triton.partials
 import pytest
 import torch
-from attn_spec import Problem as Described
 from attn_triton import _sm90_configuration, _sm90_launch
 from attn_triton._remembered_launch import Kinds, Launches
 from attn_triton._sm90_configuration import CONFIGS, Sm90Config, TileConfig
-from sm90_calls import CALLS, CONTRACT, JOINTS, Problem, dense, joint, packed
+from sm90_calls import CALLS, CONTRACT, JOINTS, Problem, demand_hopper, dense, joint, packed
 from torch import Tensor
 
 ROWS = ("out", "lse", "dq")
 
 
+HEAD_DIMS = {"attn_triton": tuple(CONFIGS)}
+if find_spec("attn_cuda") is not None:
+    HEAD_DIMS["attn_cuda"] = tuple(importlib.import_module("attn_cuda._sm90_launch").HEAD_DIMS)
+
+
 @dataclass(frozen=True)
 class Run:
-    """A backend's results on the GPU; a test is skipped at a head dim that the backend refuses by reason."""
+    """A backend's results on the GPU."""
 
     functions: Any
     head_dims: tuple[int, ...]
 
     def __call__(self, problem: Problem) -> dict[str, Tensor]:
-        head_dim = problem.tensors["q"].shape[-1]
-        if head_dim not in self.head_dims:
-            pytest.skip(f"{self.functions.__name__} has head dims {self.head_dims} only")
         return problem.results(self.functions, "cuda")
 
 
 def runner(name: str) -> Run:
-    """A backend that runs the contract; the test is skipped where it does not."""
-    backend = attn_spec.backends().get(name)
-    if backend is None:
-        pytest.skip(f"{name} is not installed")
-    reasons = {
-        size: backend.reasons(Described(op="attention", dtype="bfloat16", device="cuda", contract=CONTRACT, head_dim=size, value_dim=size))
-        for size in CONFIGS
-    }
-    if reasons[64]:
-        pytest.skip("; ".join(reasons[64]))
-    return Run(importlib.import_module(name), tuple(size for size, found in reasons.items() if not found))
+    demand_hopper(name, "attention", CONTRACT)
+    return Run(importlib.import_module(name), HEAD_DIMS[name])
 
 
-@pytest.fixture(params=("attn_triton", "attn_cuda"))
+@pytest.fixture(params=HEAD_DIMS)
 def on_gpu(request: pytest.FixtureRequest) -> Run:
     return runner(request.param)
 
@@ -64,6 +56,16 @@ def on_gpu(request: pytest.FixtureRequest) -> Run:
 @pytest.fixture
 def on_triton() -> Run:
     return runner("attn_triton")
+
+
+every_call = pytest.mark.parametrize(
+    ("on_gpu", "name"),
+    [(backend, name) for backend, sizes in HEAD_DIMS.items() for name in CALLS if "D 256" not in name or 256 in sizes],
+    indirect=["on_gpu"],
+)
+every_head_dim = pytest.mark.parametrize(
+    ("on_gpu", "head_dim"), [(backend, size) for backend, sizes in HEAD_DIMS.items() for size in sizes], indirect=["on_gpu"]
+)
 
 
 def bits(tensor: Tensor) -> Tensor:
@@ -87,7 +89,7 @@ def part(
     return {name: results[name][items][:, :, queries] for name in names}
 
 
-@pytest.mark.parametrize("name", CALLS)
+@every_call
 def test_bytes_equal_the_model(on_gpu: Run, name: str) -> None:
     problem = CALLS[name]()
     assert_same(on_gpu(problem), problem.results(attn_reference), name)
@@ -225,7 +227,7 @@ def test_no_configuration_moves_a_bit(on_triton: Run, head_dim: int, monkeypatch
         assert_same(on_triton(problem), wanted, str(config))
 
 
-@pytest.mark.parametrize("head_dim", CONFIGS)
+@every_head_dim
 def test_batch_size_and_slot(on_gpu: Run, head_dim: int) -> None:
     problem = dense(batch=3, heads=4, kv_heads=2, queries=150, keys=150, head_dim=head_dim)
     whole = on_gpu(problem)
@@ -248,7 +250,7 @@ def test_neighbours_lengths(on_gpu: Run) -> None:
     assert_same(results[1], results[0], "9 and 10 tokens")
 
 
-@pytest.mark.parametrize("head_dim", CONFIGS)
+@every_head_dim
 def test_chunked_prefill(on_gpu: Run, head_dim: int) -> None:
     problem = dense(queries=400, keys=1500, head_dim=head_dim, heads=2, kv_heads=2, sinks=True)
     whole = on_gpu(problem)
@@ -258,7 +260,7 @@ def test_chunked_prefill(on_gpu: Run, head_dim: int) -> None:
             assert_same(part(on_gpu(chunk)), part(whole, queries=slice(begin, end)), f"rows {begin} to {end}")
 
 
-@pytest.mark.parametrize("head_dim", CONFIGS)
+@every_head_dim
 def test_decode_equals_prefill(on_gpu: Run, head_dim: int) -> None:
     """Steps of one token, alone and two at a time in a batch of other lengths, near tile and segment edges."""
     problem = dense(queries=2100, keys=2100, head_dim=head_dim, heads=4, kv_heads=1, sinks=True)

@@ -20,7 +20,7 @@ from attn_shared_tests.controls import assert_bites, control_id
 from attn_shared_tests.problems import QKV
 
 ATTENTION = problems.attention(
-    heads=8, queries=30, keys=300, with_sinks=True, bias_shape=(1, 8, 1, 300), wrt=(*QKV, "sinks", "bias"), dtype="bfloat16"
+    heads=4, queries=30, keys=300, with_sinks=True, bias_shape=(1, 4, 1, 300), wrt=(*QKV, "sinks", "bias"), dtype="bfloat16"
 )
 CALLS: dict[str, Call] = {
     "av": Call(

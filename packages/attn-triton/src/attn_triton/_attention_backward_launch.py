@@ -18,7 +18,7 @@ from attn_triton._attention_launch import check_supported
 from attn_triton._configuration import on_device
 from attn_triton._pair_copies import columns_together
 from attn_triton._pairs_launch import Pairs, pairs_of
-from attn_triton._problem import Problem, attention_problem, key_grid, result_strides, row_grid
+from attn_triton._problem import Problem, attention_problem, block_sides, key_grid, result_strides, row_grid
 from attn_triton._softmax_kernel import INTERPRETED
 
 __all__ = ["CONFIGS", "SELECTIONS", "Columns", "PairConfig", "attention_backward"]
@@ -45,7 +45,7 @@ class PairConfig:
 
         These are blocks for which sm_90 code spills no register.
         """
-        return replace(self, others=32 // chains, chunk=16 * chains) if select else self
+        return replace(self, others=32 // chains, chunk=16 * chains) if select and not INTERPRETED else self
 
     @property
     def options(self) -> dict[str, Any]:
@@ -95,14 +95,22 @@ class _Backward:
     configs: tuple[PairConfig, PairConfig, PairConfig]
     dot: bool
 
-    def config(self, width: int) -> PairConfig:
-        """The configuration for accumulators of ``width`` columns."""
-        return self.configs[0] if width <= 128 else self.configs[1]
+    def config(self, width: int, *, of_rows: bool) -> PairConfig:
+        """The configuration for accumulators of ``width`` columns that belong to rows or, else, to keys."""
+        return self.fitted(self.configs[0] if width <= 128 else self.configs[1], of_rows=of_rows)
+
+    def fitted(self, config: PairConfig, *, of_rows: bool = True) -> PairConfig:
+        """``config`` with blocks that suit this problem (``block_sides``)."""
+        if of_rows:
+            owners, others = block_sides(self.problem.sizes, config.owners, config.others)
+        else:
+            others, owners = block_sides(self.problem.sizes, config.others, config.owners)
+        return replace(config, owners=owners, others=others)
 
     def delta(self, dlse: Tensor | None, dsink: Tensor | None) -> Tensor:
         """float32 [rows] in the shape of LSE; with ``dsink``, of that shape, the rows' sink gradients as well."""
         delta = torch.empty_like(self.row_max)
-        config = self.configs[2]
+        config = self.fitted(self.configs[2])
         grid = row_grid(self.inputs, self.problem.sizes, config.owners)
         if grid.programs and delta.numel():
             kernel.attention_delta[(grid.programs,)](
@@ -125,12 +133,12 @@ class _Backward:
 
     def query_sums(self, delta: Tensor, dq: Tensor) -> None:
         width = self.inputs.q.shape[-1]
-        grid = row_grid(self.inputs, self.problem.sizes, self.config(width).owners)
+        grid = row_grid(self.inputs, self.problem.sizes, self.config(width, of_rows=True).owners)
         if grid.programs == 0 or dq.numel() == 0:
             return
         spoiled = torch.zeros(grid.programs, dtype=torch.int32, device=dq.device)
         for select in SELECTIONS:
-            config = self.config(width).selecting(select, 2)
+            config = self.config(width, of_rows=True).selecting(select, 2)
             kernel.attention_query_sums[(grid.programs,)](
                 self.problem.arrays,
                 self.problem.sizes.encoded,
@@ -156,12 +164,12 @@ class _Backward:
     def key_sums(self, delta: Tensor | None, rows_of: Tensor, gradient: Tensor) -> None:
         """dk from the rows of q and delta, or dv from the rows of dout."""
         width = gradient.shape[-1]
-        grid = key_grid(self.inputs, self.problem.sizes, self.config(width).owners)
+        grid = key_grid(self.inputs, self.problem.sizes, self.config(width, of_rows=False).owners)
         if grid.programs == 0 or gradient.numel() == 0:
             return
         spoiled = torch.zeros(grid.programs, dtype=torch.int32, device=gradient.device)
         for select in SELECTIONS:
-            config = self.config(width).selecting(select, 1 if delta is None else 2)
+            config = self.config(width, of_rows=False).selecting(select, 1 if delta is None else 2)
             kernel.attention_key_sums[(grid.programs,)](
                 self.problem.arrays,
                 self.problem.sizes.encoded,
@@ -199,7 +207,7 @@ class _Backward:
         sums_kernel.attention_sink_items[(blocks,)](items, dsinks, sizes.batch, heads, **options)
 
     def bias_sums(self, delta: Tensor, dbias: Tensor) -> None:
-        config = self.configs[2]
+        config = self.fitted(self.configs[2])
         batch, heads, queries, keys = dbias.shape
         query_blocks, key_blocks = triton.cdiv(queries, config.owners), triton.cdiv(keys, config.others)
         if dbias.numel() == 0:

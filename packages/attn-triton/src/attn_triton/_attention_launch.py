@@ -15,7 +15,7 @@ from torch import Tensor
 from attn_triton import _attention_forward_kernel as kernel
 from attn_triton._configuration import Config, on_device
 from attn_triton._pairs_launch import Pairs, pairs_of
-from attn_triton._problem import MAX_HEAD_DIM, Problem, attention_problem, row_grid
+from attn_triton._problem import MAX_HEAD_DIM, Problem, attention_problem, block_sides, row_grid
 from attn_triton._softmax_kernel import INTERPRETED
 
 __all__ = ["CONFIGS", "attention_forward", "check_supported"]
@@ -124,7 +124,8 @@ def _forward(pairs: Pairs, out: Tensor, states: tuple[Tensor, Tensor, Tensor]) -
 
 
 def _row_states(inputs: AttentionInputs, problem: Problem, config: Config, dot: bool, *results: Tensor) -> None:
-    grid = row_grid(inputs, problem.sizes, config.rows)
+    rows, _ = block_sides(problem.sizes, config.rows, config.keys)
+    grid = row_grid(inputs, problem.sizes, rows)
     if grid.programs == 0:
         return
     kernel.attention_row_states[(grid.programs,)](
@@ -133,7 +134,7 @@ def _row_states(inputs: AttentionInputs, problem: Problem, config: Config, dot: 
         grid.plan,
         grid.per_item,
         *results,
-        ROWS=config.rows,
+        ROWS=rows,
         KEYS=config.keys,
         CHUNK=config.chunk,
         DOT=dot,

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from attn_triton._interpreter import ieee_mode, patched_once, without_overflow_checks
+from attn_triton._interpreter import bfloat16_by_shift, ieee_mode, patched_once, without_overflow_checks
 from attn_triton._softmax_kernel import INTERPRETED
 
 __all__ = ["Config", "on_device"]
@@ -51,4 +51,5 @@ def on_device(tensor: Tensor) -> Iterator[None]:
             stack.enter_context(ieee_mode())
             stack.enter_context(without_overflow_checks())
             stack.enter_context(patched_once())
+            stack.enter_context(bfloat16_by_shift())
         yield

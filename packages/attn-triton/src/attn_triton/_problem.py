@@ -14,14 +14,30 @@ from attn_spec.torch import AttentionInputs
 from torch import Tensor
 
 from attn_triton._key_index import key_index
+from attn_triton._softmax_kernel import INTERPRETED
 
-__all__ = ["MAX_HEAD_DIM", "MAX_KEYS", "Arrays", "Grid", "Problem", "Sizes", "attention_problem", "key_grid", "result_strides", "row_grid"]
+__all__ = [
+    "MAX_HEAD_DIM",
+    "MAX_KEYS",
+    "Arrays",
+    "Grid",
+    "Problem",
+    "Sizes",
+    "attention_problem",
+    "block_sides",
+    "key_grid",
+    "result_strides",
+    "row_grid",
+]
 
 MAX_HEAD_DIM = 256
 """Largest head dim of q, k and v that the kernels hold."""
 
 MAX_KEYS = 2**31 - 1025
 """Slots, and the tile after the last one, are counted in 32 bits."""
+
+MAX_BLOCK_KEYS = 4096
+"""Keys of a block in the interpreter: with ``MAX_HEAD_DIM`` columns they are as many elements as Triton's language allows."""
 
 _UNBOUNDED = 2**40
 _VECTORS = ("kv_lengths", "q_start", "k_start", "cu_seqlens_q", "cu_seqlens_k", "seqlens_q", "seqlens_k", "sinks")
@@ -187,6 +203,22 @@ def result_strides(tensor: Tensor, packed: bool) -> tuple[int, int, int]:
     """Strides of batch, head and row of a fresh contiguous result that is laid out like q or k."""
     batch, head, row, _ = _strides(tensor, packed)
     return batch, head, row
+
+
+def block_sides(sizes: Sizes, rows: int, keys: int) -> tuple[int, int]:
+    """Rows and keys of a block of pairs: those given, and in the interpreter no more rows than there are, and more keys in their place.
+
+    There an operation costs much, however small its block; no side moves a bit.
+    """
+    if not INTERPRETED:
+        return rows, keys
+    area, present = rows * keys, max(1, sizes.queries * sizes.group)
+    rows = min(rows, max(16, _power_of_two(present)))
+    return rows, min(area // rows, max(16, _power_of_two(sizes.keys)), MAX_BLOCK_KEYS)
+
+
+def _power_of_two(least: int) -> int:
+    return 1 << max(0, least - 1).bit_length()
 
 
 def row_grid(inputs: AttentionInputs, sizes: Sizes, size: int) -> Grid:

@@ -169,13 +169,13 @@ def _unsmoothed(inputs: AttentionInputs, parts: Operands, config: QATConfig) -> 
 
 def _value_sums(call: _Call, passes: _Backward, dv: Tensor) -> None:
     width = dv.shape[-1]
-    config = passes.config(width)
+    config = passes.config(width, of_rows=False)
     grid = key_grid(call.inputs, passes.problem.sizes, config.owners)
     if grid.programs == 0 or dv.numel() == 0:
         return
     spoiled = torch.zeros(grid.programs, dtype=torch.int32, device=dv.device)
     for select in SELECTIONS:
-        config = passes.config(width).selecting(select, 1)
+        config = passes.config(width, of_rows=False).selecting(select, 1)
         kernel.qat_value_sums[(grid.programs,)](
             passes.problem.arrays,
             passes.problem.sizes.encoded,
