@@ -76,7 +76,7 @@ def get_op(
             )
         wanted = "none"
     else:
-        wanted = contract or default_contract(name, "float32", 1, device)
+        wanted = default_contract(name, "float32", 1, device) if contract is None else contract
         find_contract(wanted)
     if backend is not None:
         chosen = get_backend(backend)
