@@ -33,6 +33,11 @@ def test_every_field_moves_the_fingerprint_which_no_process_changes() -> None:
     assert printed.strip() == base.fingerprint
 
 
+def test_the_scale_of_p_is_a_number() -> None:
+    scales = {"none": 1.0, "row": 2688.0, 2688.0: 2688.0, 3: 3.0}
+    assert {outer: QATConfig(p_outer=outer).p_scale for outer in scales} == scales  # type: ignore[arg-type]
+
+
 @pytest.mark.parametrize(
     ("keywords", "error", "message"),
     [

@@ -23,13 +23,12 @@ from attn_triton._softmax_kernel import INTERPRETED
 
 __all__ = ["p_scales", "qat_backward", "qat_forward"]
 
-_OF_ONE = 2688.0
 Saved = tuple[Tensor, Tensor, Tensor, Tensor]
 
 
 def p_scales(config: QATConfig) -> tuple[float, float]:
-    """Outer scales of P: of a row they are those of its largest exponential, which is 1."""
-    return constant_scales(_OF_ONE if config.p_outer == "row" else config.p_outer)
+    """Outer scales of P."""
+    return constant_scales(config.p_scale)
 
 
 def qat_forward(inputs: AttentionInputs, config: QATConfig, contract: str) -> Saved:
