@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from numbers import Integral
 from typing import Any
 
 import torch
@@ -80,6 +81,8 @@ class PartialOperators:
 
         Source: docs/contracts/sm90-v1.md, sections 3 and 5.
         """
+        if q_start is None or isinstance(k_start, bool) or not isinstance(k_start, Integral):
+            raise TypeError(f"attention_partial: q_start must be given and k_start an int; got q_start={q_start}, k_start={k_start}")
         options: dict[str, Any] = {"causal": causal, "scale": scale, "window": window, "k_start": k_start}
         arrays: dict[str, Any] = {"q": q, "k": k, "v": v, "kv_lengths": kv_lengths}
         (arrays if isinstance(q_start, Tensor) else options)["q_start"] = q_start
@@ -138,6 +141,8 @@ def _check_parts(parts: Sequence[Partials], sinks: Tensor | None) -> None:
         return
     if not isinstance(sinks, Tensor) or sinks.dtype not in (torch.float32, torch.bfloat16, torch.float16):
         raise TypeError(f"merge_partials: sinks must be a float32, bfloat16 or float16 tensor; got {getattr(sinks, 'dtype', sinks)}")
+    if sinks.device != parts[0].n.device:
+        raise ValueError(f"merge_partials: sinks must be on the device of the parts, {parts[0].n.device}; got {sinks.device}")
     heads = parts[0].n.shape[2]
     if tuple(sinks.shape) != (heads,):
         raise ValueError(f"merge_partials: sinks must have shape [H] = [{heads}]; got {list(sinks.shape)}")

@@ -15,10 +15,9 @@ from attn_spec._registry import get_backend
 from attn_spec.torch._acceptance import Acceptance
 from attn_spec.torch._arguments import (
     autocast,
-    check_offsets,
     float32,
-    int64,
     lengths,
+    offsets_of,
     scale_of,
     seed_of,
     starts,
@@ -307,11 +306,10 @@ class Operators(QatOperators):
             "return_lse": return_lse,
         }
         self._check("attention_varlen", arrays, options, contract, q, k, v, sinks)
-        check_offsets("cu_seqlens_q", cu_seqlens_q, q.shape[0], seqlens_q)
-        check_offsets("cu_seqlens_k", cu_seqlens_k, k.shape[0], seqlens_k)
-        offsets = int64(cu_seqlens_q), int64(cu_seqlens_k), int64(seqlens_q), int64(seqlens_k)
+        offsets_q, used_q = offsets_of("attention_varlen", "q", cu_seqlens_q, seqlens_q, q.shape[0])
+        offsets_k, used_k = offsets_of("attention_varlen", "k", cu_seqlens_k, seqlens_k, k.shape[0])
         seed = seed_of(dropout_seed, q) if dropout_p > 0.0 else None
-        tensors = (q, k, v, *(None,) * 5, float32(sinks), None, *offsets, seed)
+        tensors = (q, k, v, *(None,) * 5, float32(sinks), None, offsets_q, offsets_k, used_q, used_k, seed)
         found = self._run(2 if return_lse else 1, tensors, causal, scale, window, dropout_p, contract)
         return (found[0], found[1]) if return_lse else found[0]
 
