@@ -272,6 +272,11 @@ BAD: list[tuple[dict[str, Any], type[Exception], str]] = [
     ({"context_parallel_axis": "context"}, ValueError, "the sequence cannot be sharded"),
     ({"max_segments_per_seq": 0}, ValueError, "max_segments_per_seq must be at least 1; got 0"),
     ({"dropout_probability": 0.5}, ValueError, "dropout_p > 0 needs dropout_seed"),
+    (
+        {"scaling_factor": None, "attn_bias_type": PRE, "bias": jnp.zeros((1, H, S, T))},
+        TypeError,
+        "scaling_factor must be a number; got None",
+    ),
     ({"qkv": (Q[:, :, :3], KEY, VALUE)}, ValueError, "multiple of kv heads"),
 ]
 GOOD: dict[str, Any] = {

@@ -74,6 +74,8 @@ def fused_attn(
     ):
         if not isinstance(value, kind):
             raise TypeError(f"fused_attn: {name} must be of type {kind.__name__}; got {value!r}")
+    if scaling_factor is None:
+        raise TypeError("fused_attn: scaling_factor must be a number; got None")
     q, k, v = _unpacked(qkv, qkv_layout)
     heads = q.shape[2]
     full = (q.shape[0], heads, q.shape[1], k.shape[1])
