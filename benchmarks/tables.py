@@ -181,6 +181,10 @@ def tensor_core_decode(document: Document) -> str:
     return by_contender(document, "median_ms", "us", microseconds, lambda row: "terabytes_per_second" in row)
 
 
+def segments(document: Document) -> str:
+    return by_contender(document, "median_ms", "ms", lambda value: f"{value:.3f}", lambda row: True)
+
+
 def jax_attention(document: Document) -> str:
     return by_contender(document, "median_ms", "ms", two_digits, lambda row: True)
 
@@ -238,6 +242,7 @@ TABLES: dict[str, tuple[str, Callable[[Document], str]]] = {
     "overhead": ("latency-h200.json", overhead),
     "sm90": ("sm90-h200.json", tensor_cores),
     "sm90-decode": ("sm90-h200.json", tensor_core_decode),
+    "segments": ("segments-h200.json", segments),
     "qat": ("qat-h200.json", four_bit),
     "jax": ("jax-h200.json", jax_attention),
     "jax-cpu": ("jax-cpu.json", jax_attention),

@@ -271,11 +271,14 @@ __global__ void __launch_bounds__(kSummers + kLoaders, 2) values_kernel(const __
   const Row prob_of = loads ? block.rows[prob_row] : Row{-1, 0};
   const float* probs_from =
       prob_of.head < 0 ? nullptr : scores_of(arguments, row_index(problem, work.item, prob_of), 0) + (first - wave_begin) + prob_key;
+  // In registers, since shared memory would be read again after each copy that is started.
+  const Item item = work.item;
+  const int64_t v_base = work.v_base;
   const auto start = [&](int step) {
     if (step < steps) {
       const auto slot = static_cast<int32_t>(first + static_cast<int64_t>(step) * kStepKeys);
       ValueCopy::start(loader, problem.v, first_column, raw + step % kRawStages * raw_bytes,
-                       [&](int i) { return key_offset(problem.v, work.item, work.v_base, slot + i); });
+                       [&](int i) { return key_offset(problem.v, item, v_base, slot + i); });
       if (probs_from != nullptr)
         copy_async(&shared->probs[step % kProbStages][prob_row][prob_key], probs_from + static_cast<int64_t>(step) * kStepKeys, true);
     }

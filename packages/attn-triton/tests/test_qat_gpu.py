@@ -24,7 +24,7 @@ from attn_triton._qat_sm90_launch import CONFIGS, QatConfigs
 from attn_triton._sm90_configuration import TileConfig
 from attn_triton.backend import BACKEND
 from sm90_calls import HALF, Problem, dense, packed, turned
-from test_sm90_gpu import assert_same, on_gpu, part
+from test_sm90_gpu import assert_same, part
 
 TENSOR_CORES, ORDERED = "nvfp4-sm90-v1", "nvfp4-ordered-v1"
 CONTRACTS = (TENSOR_CORES, ORDERED)
@@ -40,6 +40,10 @@ def hopper() -> None:
     reasons = BACKEND.reasons(described)
     if reasons:
         pytest.skip("; ".join(reasons))
+
+
+def on_gpu(problem: Problem) -> dict[str, torch.Tensor]:
+    return problem.results(attn_triton, "cuda")
 
 
 def free(config: QATConfig = KEYS, **options: Any) -> Problem:
