@@ -77,7 +77,8 @@ class PartialOperators:
             causal, scale, window, kv_lengths: as in ``attention``.
 
         Raises:
-            TypeError, ValueError: bad dtype, shape, device or scale. UnsupportedProblem: what the contract lacks, gradients included.
+            TypeError, ValueError: bad dtype, shape, device, scale or position. UnsupportedProblem: what the contract lacks, gradients
+            included.
 
         Source: docs/contracts/sm90-v1.md, sections 3 and 5.
         """

@@ -152,7 +152,7 @@ class Operators(QatOperators):
         Args:
             q_txt, k_txt, v_txt: [B, H|K, T_txt, D|V]; q_img, k_img, v_img: [B, H|K, T_img, D|V]; one dtype.
             prompt_mask: bool [B, T_txt], True for a token. Padding moves no bit, and padded text rows are +0.
-            scale: None is 1/sqrt(D).
+            scale: None is 1/sqrt(D); 0.0 and negative values are used as they are (sm90-v1: positive ones alone).
             contract: None is ordered-v1; sm90-v1 is tensor-core attention of halves with other bits.
 
         Returns:
@@ -206,7 +206,7 @@ class Operators(QatOperators):
         Args:
             q: [B, H, S, D]; k: [B, K, T, D]; v: [B, K, T, V]; one dtype of float32, bfloat16, float16; any strides; H a multiple of K.
             causal: key j is visible to query i iff ``k_start + j <= q_start + i`` (bottom-right by default; ``q_start=0`` is top-left).
-            scale: None is 1/sqrt(D); 0.0 and negative values are used as they are.
+            scale: None is 1/sqrt(D); 0.0 and negative values are used as they are (sm90-v1: positive ones alone).
             key_padding_mask: bool [B, T], True keeps the key. Dropped keys are compacted away.
             kv_lengths: int [B], used keys of each batch item; default T.
             q_start: position of query 0, int or int [B]; default ``k_start + kv_lengths - S``.

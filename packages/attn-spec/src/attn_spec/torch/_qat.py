@@ -52,7 +52,7 @@ class QatOperators:
             q: [B, H, S, D]; k, v: [B, K, T, D]; one dtype of float32, bfloat16, float16; any strides; H a multiple of K;
                 D a multiple of 16 from 16 to 256.
             causal: bottom-right, as in ``attention``.
-            scale: None is 1/sqrt(D); any finite number, 0 and negative ones included (nvfp4-sm90-v1: positive ones).
+            scale: None is 1/sqrt(D); any finite number, 0 and negative ones included (nvfp4-sm90-v1: positive ones alone).
             key_padding_mask: bool [B, T], True keeps the key.
             sinks: [H] logits after scaling, as in ``attention``.
             return_lse: also return the log-sum-exp, float32 [B, H, S], natural logarithm, sink included.
