@@ -218,6 +218,8 @@ def test_partials_out_of_order_are_refused() -> None:
             attention_partial(q, k, v, **places)
     with pytest.raises(UnsupportedProblem, match="gradients"):
         attention_partial(q.requires_grad_(), k, v, q_start=0)
+    with pytest.raises(UnsupportedProblem, match=r"(?s)merge_partials.*gradients"):
+        merge_partials(parts, sinks=torch.zeros(1, requires_grad=True))
 
 
 @pytest.mark.parametrize(

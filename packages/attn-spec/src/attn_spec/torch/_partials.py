@@ -109,7 +109,7 @@ class PartialOperators:
         return Partials(k_start // SEGMENT, *self.states(inputs, count), q.dtype, factor)
 
     def merge_partials(self, parts: Sequence[Partials], *, sinks: Tensor | None = None) -> tuple[Tensor, Tensor]:
-        """``(out, lse)`` of parts in the order of their keys: out [B, H, S, D] in the dtype of q, lse float32 [B, H, S].
+        """``(out, lse)`` of parts in the order of their keys, forward only: out [B, H, S, D] in the dtype of q, lse float32 [B, H, S].
 
         Args:
             parts: at least one, of the same queries, scale and dtype; each begins after the last segment of the one before it.
@@ -117,7 +117,7 @@ class PartialOperators:
 
         Raises:
             ValueError: no parts, parts of different calls, parts that are out of order or share a segment, or sinks of another shape.
-            TypeError: sinks that are no float tensor.
+            TypeError: sinks that are no float tensor. UnsupportedProblem: sinks whose gradient is asked for.
 
         Source: docs/contracts/sm90-v1.md, section 3.
         """
@@ -142,6 +142,8 @@ def _check_parts(parts: Sequence[Partials], sinks: Tensor | None) -> None:
         return
     if not isinstance(sinks, Tensor) or sinks.dtype not in (torch.float32, torch.bfloat16, torch.float16):
         raise TypeError(f"merge_partials: sinks must be a float32, bfloat16 or float16 tensor; got {getattr(sinks, 'dtype', sinks)}")
+    if torch.is_grad_enabled() and sinks.requires_grad:
+        raise UnsupportedProblem("merge_partials", ["gradients (attention has them)"])
     if sinks.device != parts[0].n.device:
         raise ValueError(f"merge_partials: sinks must be on the device of the parts, {parts[0].n.device}; got {sinks.device}")
     heads = parts[0].n.shape[2]
