@@ -35,6 +35,12 @@ def test_bad_options_are_named(engine: Any, keywords: dict[str, Any], error: typ
         engine.attention(*qkv(), **keywords)
 
 
+@pytest.mark.parametrize("bad", [torch.int32, torch.float64, "float32", None])
+def test_another_dtype_of_scores_is_refused(engine: Any, bad: Any) -> None:
+    with pytest.raises(TypeError, match="joint_attn_qk_gemm: out_dtype must be one of float32, bfloat16, float16; got"):
+        engine.joint_attn_qk_gemm(*qkv()[:2], out_dtype=bad)
+
+
 @pytest.mark.parametrize("bad", [[1.0], torch.randn(1, 2, 3, 4).to_sparse()], ids=["list", "sparse"])
 @pytest.mark.parametrize("autocast", [False, True])
 def test_what_is_no_dense_tensor_is_named(engine: Any, bad: Any, autocast: bool) -> None:

@@ -166,6 +166,8 @@ def _check_options(op: str, options: Mapping[str, Any]) -> None:
     scale = options.get("scale")
     if scale is not None and not _is_finite_float32(scale):
         raise ValueError(f"{op}: scale must be a finite number or None; got {scale!r} (it must be finite in float32: below 2**128)")
+    if "out_dtype" in options and options["out_dtype"] not in DTYPES:
+        raise TypeError(f"{op}: out_dtype must be one of {', '.join(DTYPES)}; got {options['out_dtype']}")
     for name in ("causal", "return_lse"):
         if not isinstance(options.get(name, False), bool):
             raise TypeError(f"{op}: {name} must be True or False; got {options[name]!r}")

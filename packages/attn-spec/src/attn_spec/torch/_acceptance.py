@@ -85,4 +85,4 @@ def _kind(op: str, arrays: dict[str, Tensor | None], options: dict[str, Any], co
     return tuple(kind)
 
 
-_VALUES = frozenset({type(None), bool, int, float, tuple})
+_VALUES = frozenset({type(None), bool, int, float, str, tuple})

@@ -82,8 +82,7 @@ class PartialOperators:
 
         Source: docs/contracts/sm90-v1.md, sections 3 and 5.
         """
-        if q_start is None or isinstance(k_start, bool) or not isinstance(k_start, Integral):
-            raise TypeError(f"attention_partial: q_start must be given and k_start an int; got q_start={q_start}, k_start={k_start}")
+        _check_places(q_start, k_start)
         options: dict[str, Any] = {"causal": causal, "scale": scale, "window": window, "k_start": k_start}
         arrays: dict[str, Any] = {"q": q, "k": k, "v": v, "kv_lengths": kv_lengths}
         (arrays if isinstance(q_start, Tensor) else options)["q_start"] = q_start
@@ -131,6 +130,11 @@ class PartialOperators:
                 raise ValueError(f"merge_partials: parts must ascend and cut keys at multiples of {SEGMENT}; {order}")
         n, l, o = (torch.cat([getattr(part, name) for part in parts]) for name in ("n", "l", "o"))
         return self.merge(n, l, o, None if sinks is None else sinks.float(), parts[0].dtype)
+
+
+def _check_places(q_start: Any, k_start: Any) -> None:
+    if q_start is None or isinstance(k_start, bool) or not isinstance(k_start, Integral):
+        raise TypeError(f"attention_partial: q_start must be given and k_start an int; got q_start={q_start}, k_start={k_start}")
 
 
 def _check_parts(parts: Sequence[Partials], sinks: Tensor | None) -> None:

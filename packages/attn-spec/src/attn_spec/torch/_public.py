@@ -22,6 +22,7 @@ from attn_spec.torch._arguments import (
     seed_of,
     starts,
 )
+from attn_spec.torch._arrays import dtype_name
 from attn_spec.torch._joint import JointLayout
 from attn_spec.torch._qat import QatOperators
 from attn_spec.torch._registration import register
@@ -77,7 +78,7 @@ class Operators(QatOperators):
             q: [B, H, S, D], float32, bfloat16 or float16, any strides.
             k: [B, K, T, D], same dtype; H is a multiple of K.
             scale: None is 1/sqrt(D); 0.0 and negative values are used as they are.
-            out_dtype: dtype of the result.
+            out_dtype: dtype of the result, one of the same three.
 
         Returns:
             [B, H, S, T].
@@ -88,7 +89,8 @@ class Operators(QatOperators):
         Source: docs/contracts/ordered-v1.md, section 3.
         """
         q, k = autocast(q, k)
-        self._check("joint_attn_qk_gemm", {"q": q, "k": k}, {"scale": scale}, contract, q, k)
+        options = {"scale": scale, "out_dtype": dtype_name(out_dtype) if isinstance(out_dtype, torch.dtype) else repr(out_dtype)}
+        self._check("joint_attn_qk_gemm", {"q": q, "k": k}, options, contract, q, k)
         return self._operations["joint_attn_qk_gemm"](q, k, scale_of(scale, q), out_dtype)
 
     @remembered
