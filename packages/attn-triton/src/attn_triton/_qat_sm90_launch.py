@@ -159,8 +159,10 @@ class _Pass:
 
     def key_gradients(self, dk: Tensor, dv: Tensor) -> None:
         launch, packed = self.configs.keys, self.call.packed
+        same = self.back.q is self.call.q
         # Rows of q and of its other form are read with the same strides.
-        q, b = self.call.q.contiguous(), self.back.q.contiguous()
+        q = self.call.q.contiguous()
+        b = q if same else self.back.q.contiguous()
         call = replace(self.call, q=q, v=self.back.v)
         problem = attention_problem(call)
         grid = key_grid(call, problem.sizes, launch.owners)
@@ -189,7 +191,7 @@ class _Pass:
             D=call.q.shape[-1],
             STAGES=launch.stages,
             QUANTIZE=self.config.quantize_p,
-            SAME=self.back.q is self.call.q,
+            SAME=same,
             MASKED=call.causal,
             PACKED=packed,
             **launch.options,
