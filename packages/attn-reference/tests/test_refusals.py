@@ -55,6 +55,17 @@ def test_a_device_without_data_is_refused(engine: Any, autocast: bool) -> None:
         engine.attention(*empty)
 
 
+def test_a_map_over_no_sample_is_refused(engine: Any) -> None:
+    q, k, v = (tensor.expand(0, *tensor.shape) for tensor in qkv())
+    for function in (
+        engine.attention,
+        lambda q, k, v: engine.joint_attn_qk_gemm(q, k),
+        lambda q, k, v: engine.attention(q, k, v, sinks=v[0, 0, 0, :2]),
+    ):
+        with pytest.raises(ValueError, match="the mapped axis has size 0"):
+            torch.vmap(function)(q, k, v)
+
+
 def test_forward_mode_is_refused(engine: Any) -> None:
     q, k, v = qkv()
     with pytest.raises(NotImplementedError, match="attention: forward-mode differentiation"):
