@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 from attn_spec import UnsupportedProblem
+from attn_spec._errors import UnknownName
 from torch import Tensor
 
 
@@ -19,6 +20,7 @@ def qkv() -> tuple[Tensor, Tensor, Tensor]:
     [
         ({"causal": "no"}, TypeError, "causal must be True or False; got 'no'"),
         ({"causal": None}, TypeError, "causal must be True or False; got None"),
+        ({"contract": ["ordered-v1"]}, UnknownName, "unknown contract ['ordered-v1']"),
         ({"scale": 1e39}, ValueError, "scale must be a finite number or None; got"),
         ({"scale": 10**400}, ValueError, "scale must be a finite number or None; got"),
         ({"scale": True}, ValueError, "scale must be a finite number or None; got"),

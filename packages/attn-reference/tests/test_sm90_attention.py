@@ -202,6 +202,8 @@ def test_partials_out_of_order_are_refused() -> None:
         merge_partials(cut(q, k, v, (0, 500, 1500)))
     with pytest.raises(ValueError, match="at least one part"):
         merge_partials([])
+    with pytest.raises(TypeError, match="parts must be results of attention_partial; got int"):
+        merge_partials([parts[0], 1])  # type: ignore[list-item]
     with pytest.raises(ValueError, match=r"same queries, dtype and scale; got .* with scale 0\.5"):
         merge_partials([parts[0], replace(parts[1], scale=0.5)])
     with pytest.raises(ValueError, match="same queries, dtype and scale"):

@@ -69,6 +69,12 @@ def test_an_empty_name_of_a_contract_is_no_default() -> None:
         get_op("attention", contract="")
 
 
+def test_what_is_no_name_is_no_contract() -> None:
+    for bad in (5, ["ordered-v1"]):
+        with pytest.raises(UnknownName, match="unknown contract"):
+            describe("attention", {"q": Q, "k": K, "v": V}, contract=bad)  # type: ignore[arg-type]
+
+
 def test_a_truth_value_is_no_probability() -> None:
     with pytest.raises(ValueError, match=r"dropout_p must lie in \[0, 1\]; got True"):
         describe("attention", {"q": Q, "k": K, "v": V}, {"dropout_p": True})

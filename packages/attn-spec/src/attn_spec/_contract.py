@@ -191,7 +191,7 @@ CONTRACTS: dict[str, Contract] = {
 
 def contract(name: str) -> Contract:
     """The contract called ``name``; UnknownName lists the known ones."""
-    if name not in CONTRACTS:
+    if not isinstance(name, str) or name not in CONTRACTS:
         raise UnknownName("contract", name, CONTRACTS)
     return CONTRACTS[name]
 

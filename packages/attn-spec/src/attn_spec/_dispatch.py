@@ -68,6 +68,8 @@ def get_op(
     operator(name)
     if config is not None and name not in QAT:
         raise ValueError(f"get_op: {name} takes no config; the operators that do: {', '.join(QAT)}")
+    if config is not None and not isinstance(config, QATConfig):
+        raise TypeError(f"get_op: config must be a QATConfig; got {type(config).__name__}")
     config = QATConfig() if config is None and name in QAT else config
     if name == PRODUCTION:
         if contract is not None:

@@ -116,13 +116,16 @@ class PartialOperators:
 
         Raises:
             ValueError: no parts, parts of different calls, parts that are out of order or share a segment, or sinks of another shape.
-            TypeError: sinks that are no float tensor. UnsupportedProblem: sinks whose gradient is asked for.
+            TypeError: parts that are no Partials, sinks that are no float tensor. UnsupportedProblem: sinks whose gradient is asked for.
 
         Source: docs/contracts/sm90-v1.md, section 3.
         """
         parts = list(parts)
         if not parts:
             raise ValueError("merge_partials: at least one part is needed")
+        foreign: list[Any] = [part for part in parts if not isinstance(part, Partials)]
+        if foreign:
+            raise TypeError(f"merge_partials: parts must be results of attention_partial; got {type(foreign[0]).__name__}")
         _check_parts(parts, sinks)
         for before, after in zip(parts, parts[1:], strict=False):
             if after.first < before.first + before.segments:
