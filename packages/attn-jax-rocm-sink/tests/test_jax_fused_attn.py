@@ -278,6 +278,9 @@ BAD: list[tuple[dict[str, Any], type[Exception], str]] = [
         "scaling_factor must be a number; got None",
     ),
     ({"qkv": (Q[:, :, :3], KEY, VALUE)}, ValueError, "multiple of kv heads"),
+    ({"qkv": (Q, KEY, [1.0])}, TypeError, r"qkv\[2\] must be a jax.Array or a numpy.ndarray; got list"),
+    ({"window_size": (3,)}, TypeError, r"window_size must be \(left, right\), each an integer; got \(3,\)"),
+    ({"window_size": (3, 0.5)}, TypeError, r"window_size must be \(left, right\), each an integer; got \(3, 0.5\)"),
 ]
 GOOD: dict[str, Any] = {
     "qkv": (Q, KEY, VALUE),
