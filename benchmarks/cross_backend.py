@@ -18,6 +18,7 @@ from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass, field, replace
 from functools import cache
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 from attn_spec import Backend, Call, UnsupportedProblem
@@ -138,7 +139,6 @@ def record(
         shared = [name for name in names if name in expected]
         if not shared:
             continue
-        verdict = compare(shared, found, expected)
         job.add(
             op=call.op,
             contract=call.contract or default_contract(call.op, dtype, 1, runner.device),
@@ -149,13 +149,20 @@ def record(
             backend=runner.name,
             against=against,
             device=runner.device,
-            byte_equal=verdict.equal,
-            mismatched=verdict.mismatched,
-            max_ulp=verdict.max_ulp,
-            status="equal" if verdict.equal else "different",
-            reason=verdict.reason,
             seconds=round(seconds, 3),
+            **judged(compare(shared, found, expected)),
         )
+
+
+def judged(verdict: Difference) -> dict[str, Any]:
+    """The columns of a row that say what a comparison found."""
+    return {
+        "byte_equal": verdict.equal,
+        "mismatched": verdict.mismatched,
+        "max_ulp": verdict.max_ulp,
+        "status": "equal" if verdict.equal else "different",
+        "reason": verdict.reason,
+    }
 
 
 def run(task: Task) -> tuple[list[Row], dict[str, str]]:
@@ -276,7 +283,7 @@ def check_sample(job: Job, runner: Runner, case: Layer, call: Call, dtype: str, 
     """The layer's sampled rows are the bytes that the definition computed for those rows alone."""
     part = case.sampled_part(found)
     names = [name for name in part if name in sample]
-    verdict = compare(names, part, {name: sample[name].reshape(part[name].shape) for name in names})
+    expected = {name: sample[name].reshape(part[name].shape) for name in names}
     job.add(
         op=call.op,
         direction="both",
@@ -286,12 +293,8 @@ def check_sample(job: Job, runner: Runner, case: Layer, call: Call, dtype: str, 
         backend=runner.name,
         against="the sample of attn_reference:pytorch",
         device=runner.device,
-        byte_equal=verdict.equal,
-        mismatched=verdict.mismatched,
-        max_ulp=verdict.max_ulp,
-        status="equal" if verdict.equal else "different",
-        reason=verdict.reason,
         seconds=round(seconds, 3),
+        **judged(compare(names, part, expected)),
     )
 
 

@@ -38,14 +38,7 @@ def old_fakes(fake_libraries: tuple[Path, Path]) -> Fakes:
 @pytest.fixture
 def fake_cuda(fakes: Fakes, monkeypatch: pytest.MonkeyPatch) -> Iterator[Fakes]:
     """``engine="cuda"`` runs on the CPU over a recording table of attn-cuda."""
-    from attn_jax_rocm_sink import _cuda
-
-    fakes.handle.fake_cuda_set(0, 0, 0)
-    assert _cuda.bind(fakes.handle, fakes.handle.attn_cuda_interface_v1()).reason is None
-    for _ in installed(fakes, "cuda", monkeypatch):
-        fakes.take_log()
-        yield fakes
-    fakes.handle.fake_cuda_set(0, 0, 0)
+    yield from _over_attn_cuda(fakes, "cuda", monkeypatch)
 
 
 @pytest.fixture
@@ -54,11 +47,17 @@ def fake_sm90(fakes: Fakes, monkeypatch: pytest.MonkeyPatch) -> Iterator[Fakes]:
     from attn_jax_rocm_sink import _cuda
     from attn_spec._sm90 import ex2_table
 
-    fakes.handle.fake_cuda_set(0, 0, 0)
     fakes.handle.fake_sm90_set(ctypes.c_void_p(ex2_table().ctypes.data))
-    assert _cuda.bind(fakes.handle, fakes.handle.attn_cuda_interface_v1()).reason is None
     assert _cuda.bind_sm90(fakes.handle, fakes.sm90_table()) == ""
-    for _ in installed(fakes, "cuda_sm90", monkeypatch):
+    yield from _over_attn_cuda(fakes, "cuda_sm90", monkeypatch)
+
+
+def _over_attn_cuda(fakes: Fakes, engine: str, monkeypatch: pytest.MonkeyPatch) -> Iterator[Fakes]:
+    from attn_jax_rocm_sink import _cuda
+
+    fakes.handle.fake_cuda_set(0, 0, 0)
+    assert _cuda.bind(fakes.handle, fakes.handle.attn_cuda_interface_v1()).reason is None
+    for _ in installed(fakes, engine, monkeypatch):
         fakes.take_log()
         yield fakes
     fakes.handle.fake_cuda_set(0, 0, 0)

@@ -171,6 +171,8 @@ def test_the_gradient_of_a_broadcast_bias_is_summed_in_order() -> None:
         ({"local_window_size": (-1, 0)}, ValueError, "window sides"),
         ({"implementation": "cudnn"}, UnknownName, "unknown engine"),
         ({"sinks": jnp.zeros(3)}, ValueError, "sinks must have shape"),
+        ({"mask": [[True]]}, TypeError, "mask must be a jax.Array or a numpy.ndarray; got list"),
+        ({"query_seq_lengths": [5]}, TypeError, "query_seq_lengths must be a jax.Array or a numpy.ndarray; got list"),
     ],
 )
 def test_bad_input_is_named(change: dict[str, Any], error: type[Exception], message: str) -> None:

@@ -272,7 +272,15 @@ BAD: list[tuple[dict[str, Any], type[Exception], str]] = [
     ({"context_parallel_axis": "context"}, ValueError, "the sequence cannot be sharded"),
     ({"max_segments_per_seq": 0}, ValueError, "max_segments_per_seq must be at least 1; got 0"),
     ({"dropout_probability": 0.5}, ValueError, "dropout_p > 0 needs dropout_seed"),
+    (
+        {"scaling_factor": None, "attn_bias_type": PRE, "bias": jnp.zeros((1, H, S, T))},
+        TypeError,
+        "scaling_factor must be a number; got None",
+    ),
     ({"qkv": (Q[:, :, :3], KEY, VALUE)}, ValueError, "multiple of kv heads"),
+    ({"qkv": (Q, KEY, [1.0])}, TypeError, r"qkv\[2\] must be a jax.Array or a numpy.ndarray; got list"),
+    ({"window_size": (3,)}, TypeError, r"window_size must be \(left, right\), each an integer; got \(3,\)"),
+    ({"window_size": (3, 0.5)}, TypeError, r"window_size must be \(left, right\), each an integer; got \(3, 0.5\)"),
 ]
 GOOD: dict[str, Any] = {
     "qkv": (Q, KEY, VALUE),

@@ -115,7 +115,8 @@ def test_what_it_lacks_is_refused(mode: str, change: dict[str, Any], message: st
         ({"attention_type": AttentionType.CHUNK}, "attention_type 'chunk' is not supported; supported: global, local_sliding, full"),
         ({"attention_type": "local_sliding"}, "sliding_window_size goes with local_sliding; got None"),
         ({"sliding_window_size": 4}, "sliding_window_size goes with local_sliding; got 4 for global"),
-        ({"attention_type": "local_sliding", "sliding_window_size": 0}, "sliding_window_size must be at least 1"),
+        ({"attention_type": "local_sliding", "sliding_window_size": 0}, "sliding_window_size must be an integer of at least 1; got 0"),
+        ({"attention_type": "local_sliding", "sliding_window_size": 2.5}, "sliding_window_size must be an integer of at least 1; got 2.5"),
     ],
 )
 def test_bad_layers_are_named(options: dict[str, Any], message: str) -> None:

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from attn_reference import attention, attention_fp32, nvfp4, qat_attention
+from attn_reference import attention, attention_fp32, nvfp4, qat_attention, qat_attention_varlen
 from attn_reference.nvfp4 import fake_quantize, quantize
 from attn_spec import QATConfig, UnsupportedProblem
 from float_bits import same_bits
@@ -245,3 +245,22 @@ def test_second_derivatives_and_bad_arguments_are_refused() -> None:
             qat_attention(*arguments)
     with pytest.raises(TypeError, match="config must be a QATConfig; got dict"):
         qat_attention(q, k, v, config={})  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("batch", (0, 1))
+@pytest.mark.parametrize("scale", (0.0, -1.0))
+def test_the_tensor_core_contract_needs_a_positive_scale(scale: float, batch: int) -> None:
+    """Before any work, so in an empty call too."""
+    q = torch.zeros(batch, 1, 4, 64, dtype=torch.bfloat16)
+    with pytest.raises(ValueError, match=f"contract nvfp4-sm90-v1 needs scale .* got scale={scale}"):
+        qat_attention(q, q, q, scale=scale, contract="nvfp4-sm90-v1")
+
+
+def test_bad_offsets_are_named() -> None:
+    q, good = torch.zeros(5, 1, 16), torch.tensor([0, 2, 5])
+    for offsets, used, message in (
+        (torch.tensor([0, 3, 2]), None, r"qat_attention_varlen: cu_seqlens_k must not decrease and must lie in \[0, 5\]"),
+        (good, torch.tensor([3, 1]), r"qat_attention_varlen: seqlens_k must lie between 0 and the segment sizes \[2, 3\]; got \[3, 1\]"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            qat_attention_varlen(q, q, q, good, offsets, seqlens_k=used)

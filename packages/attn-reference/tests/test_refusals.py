@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 from attn_spec import UnsupportedProblem
+from attn_spec._errors import UnknownName
 from torch import Tensor
 
 
@@ -19,6 +20,7 @@ def qkv() -> tuple[Tensor, Tensor, Tensor]:
     [
         ({"causal": "no"}, TypeError, "causal must be True or False; got 'no'"),
         ({"causal": None}, TypeError, "causal must be True or False; got None"),
+        ({"contract": ["ordered-v1"]}, UnknownName, "unknown contract ['ordered-v1']"),
         ({"scale": 1e39}, ValueError, "scale must be a finite number or None; got"),
         ({"scale": 10**400}, ValueError, "scale must be a finite number or None; got"),
         ({"scale": True}, ValueError, "scale must be a finite number or None; got"),
@@ -35,6 +37,12 @@ def test_bad_options_are_named(engine: Any, keywords: dict[str, Any], error: typ
         engine.attention(*qkv(), **keywords)
 
 
+@pytest.mark.parametrize("bad", [torch.int32, torch.float64, "float32", None])
+def test_another_dtype_of_scores_is_refused(engine: Any, bad: Any) -> None:
+    with pytest.raises(TypeError, match="joint_attn_qk_gemm: out_dtype must be one of float32, bfloat16, float16; got"):
+        engine.joint_attn_qk_gemm(*qkv()[:2], out_dtype=bad)
+
+
 @pytest.mark.parametrize("bad", [[1.0], torch.randn(1, 2, 3, 4).to_sparse()], ids=["list", "sparse"])
 @pytest.mark.parametrize("autocast", [False, True])
 def test_what_is_no_dense_tensor_is_named(engine: Any, bad: Any, autocast: bool) -> None:
@@ -47,6 +55,17 @@ def test_a_device_without_data_is_refused(engine: Any, autocast: bool) -> None:
     empty = [tensor.to("meta") for tensor in qkv()]
     with torch.autocast("cpu", enabled=autocast), pytest.raises(UnsupportedProblem, match="device meta"):
         engine.attention(*empty)
+
+
+def test_a_map_over_no_sample_is_refused(engine: Any) -> None:
+    q, k, v = (tensor.expand(0, *tensor.shape) for tensor in qkv())
+    for function in (
+        engine.attention,
+        lambda q, k, v: engine.joint_attn_qk_gemm(q, k),
+        lambda q, k, v: engine.attention(q, k, v, sinks=v[0, 0, 0, :2]),
+    ):
+        with pytest.raises(ValueError, match="the mapped axis has size 0"):
+            torch.vmap(function)(q, k, v)
 
 
 def test_forward_mode_is_refused(engine: Any) -> None:

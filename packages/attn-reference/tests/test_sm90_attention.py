@@ -202,6 +202,8 @@ def test_partials_out_of_order_are_refused() -> None:
         merge_partials(cut(q, k, v, (0, 500, 1500)))
     with pytest.raises(ValueError, match="at least one part"):
         merge_partials([])
+    with pytest.raises(TypeError, match="parts must be results of attention_partial; got int"):
+        merge_partials([parts[0], 1])  # type: ignore[list-item]
     with pytest.raises(ValueError, match=r"same queries, dtype and scale; got .* with scale 0\.5"):
         merge_partials([parts[0], replace(parts[1], scale=0.5)])
     with pytest.raises(ValueError, match="same queries, dtype and scale"):
@@ -211,8 +213,15 @@ def test_partials_out_of_order_are_refused() -> None:
             merge_partials(parts, sinks=sinks)
     with pytest.raises(TypeError, match=r"sinks must be a float32, bfloat16 or float16 tensor; got torch\.int64"):
         merge_partials(parts, sinks=torch.zeros(2, dtype=torch.int64))
+    with pytest.raises(ValueError, match="sinks must be on the device of the parts, cpu; got meta"):
+        merge_partials(parts, sinks=torch.zeros(2, device="meta"))
+    for places in ({"q_start": None}, {"q_start": 0, "k_start": torch.tensor([0])}, {"q_start": 0, "k_start": None}):
+        with pytest.raises(TypeError, match="q_start must be given and k_start an int; got q_start="):
+            attention_partial(q, k, v, **places)
     with pytest.raises(UnsupportedProblem, match="gradients"):
         attention_partial(q.requires_grad_(), k, v, q_start=0)
+    with pytest.raises(UnsupportedProblem, match=r"(?s)merge_partials.*gradients"):
+        merge_partials(parts, sinks=torch.zeros(1, requires_grad=True))
 
 
 @pytest.mark.parametrize(

@@ -8,7 +8,7 @@ from dataclasses import FrozenInstanceError, fields, replace
 from typing import Any
 
 import pytest
-from attn_spec import QATConfig
+from attn_spec import QATConfig, get_op
 
 CAUSAL = frozenset({"causal"})
 
@@ -31,6 +31,16 @@ def test_every_field_moves_the_fingerprint_which_no_process_changes() -> None:
     code = "from attn_spec import QATConfig; print(QATConfig().fingerprint)"
     printed = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout
     assert printed.strip() == base.fingerprint
+
+
+def test_the_scale_of_p_is_a_number() -> None:
+    scales = {"none": 1.0, "row": 2688.0, 2688.0: 2688.0, 3: 3.0}
+    assert {outer: QATConfig(p_outer=outer).p_scale for outer in scales} == scales  # type: ignore[arg-type]
+
+
+def test_get_op_takes_nothing_else_for_a_configuration() -> None:
+    with pytest.raises(TypeError, match="get_op: config must be a QATConfig; got dict"):
+        get_op("qat_attention", config={})  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize(

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from attn_spec import Call, bfloat16
+from attn_spec import Call, bfloat16, get_op
+from attn_spec._errors import UnknownName
 from attn_spec._validation import ArrayInfo, describe
 
 Q, K, V = ArrayInfo((2, 4, 5, 8), "bfloat16"), ArrayInfo((2, 2, 7, 8), "bfloat16"), ArrayInfo((2, 2, 7, 3), "bfloat16")
@@ -59,6 +60,24 @@ def test_a_call_describes_its_own_problem() -> None:
     problem = call.problem("cuda")
     assert (problem.batch, problem.queries, problem.keys, problem.dtype, problem.device) == (2, 3, 4, "bfloat16", "cuda")
     assert problem.features == {"gradient"}
+
+
+def test_an_empty_name_of_a_contract_is_no_default() -> None:
+    with pytest.raises(UnknownName, match="unknown contract ''"):
+        describe("attention", {"q": Q, "k": K, "v": V}, contract="")
+    with pytest.raises(UnknownName, match="unknown contract ''"):
+        get_op("attention", contract="")
+
+
+def test_what_is_no_name_is_no_contract() -> None:
+    for bad in (5, ["ordered-v1"]):
+        with pytest.raises(UnknownName, match="unknown contract"):
+            describe("attention", {"q": Q, "k": K, "v": V}, contract=bad)  # type: ignore[arg-type]
+
+
+def test_a_truth_value_is_no_probability() -> None:
+    with pytest.raises(ValueError, match=r"dropout_p must lie in \[0, 1\]; got True"):
+        describe("attention", {"q": Q, "k": K, "v": V}, {"dropout_p": True})
 
 
 def test_a_missing_input_is_named() -> None:

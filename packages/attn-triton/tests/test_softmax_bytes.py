@@ -8,35 +8,14 @@ from attn_spec._arrays import to_float32
 from attn_spec.testing.asserts import assert_bytes
 from attn_spec.testing.strategies import softmax_calls
 from attn_spec.torch import from_numpy, to_numpy
-from attn_triton import _launch, joint_attn_softmax
+from attn_triton import _launch
 from attn_triton.backend import BACKEND
 from hypothesis import given, settings
+from softmax_calls import both, check, normal
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 KEYS = (1, 2, 31, 255, 256, 257, 513, 777, 1024)
 INF = float("inf")
-
-
-def both(scores, upstream, mask=None, function=joint_attn_softmax):
-    """P and dscores as numpy arrays."""
-    scores = scores.detach().requires_grad_()
-    probs = function(scores, key_padding_mask=mask)
-    (gradient,) = torch.autograd.grad(probs, scores, upstream)
-    return to_numpy(probs), to_numpy(gradient)
-
-
-def check(device, scores, upstream, mask=None):
-    """Compare with the definition, which runs on the CPU; returns P and dscores."""
-    expected = both(scores, upstream, mask, pytorch.joint_attn_softmax)
-    found = both(scores.to(device), upstream.to(device), None if mask is None else mask.to(device))
-    for name, candidate, law in zip(("probs", "dscores"), found, expected, strict=True):
-        assert_bytes(candidate, law, name)
-    return found
-
-
-def normal(*shape, seed=0, scale=3.0, dtype=torch.float32):
-    generator = torch.Generator().manual_seed(seed)
-    return (scale * torch.randn(shape, generator=generator)).to(dtype), torch.randn(shape, generator=generator).to(dtype)
 
 
 def test_outputs_start_as_nan():

@@ -2,37 +2,18 @@
 
 import numpy as np
 import pytest
+import softmax_calls
 import torch
-from attn_reference import pytorch
 from attn_spec.testing.asserts import assert_bytes
-from attn_spec.torch import to_numpy
-from attn_triton import joint_attn_softmax
 from attn_triton._softmax_v2_kernel import TILE
+from softmax_calls import both, normal
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 INF = float("inf")
 
 
-def both(scores, upstream, mask=None, function=joint_attn_softmax, contract="ordered-v2"):
-    """P and dscores as numpy arrays."""
-    scores = scores.detach().requires_grad_()
-    probs = function(scores, key_padding_mask=mask, contract=contract)
-    (gradient,) = torch.autograd.grad(probs, scores, upstream)
-    return to_numpy(probs), to_numpy(gradient)
-
-
-def check(device, scores, upstream, mask=None):
-    """Compare with the definition, which runs on the CPU; returns P and dscores."""
-    expected = both(scores, upstream, mask, pytorch.joint_attn_softmax)
-    found = both(scores.to(device), upstream.to(device), None if mask is None else mask.to(device))
-    for name, candidate, law in zip(("probs", "dscores"), found, expected, strict=True):
-        assert_bytes(candidate, law, name)
-    return found
-
-
-def normal(*shape, seed=0, scale=3.0, dtype=torch.float32):
-    generator = torch.Generator().manual_seed(seed)
-    return (scale * torch.randn(shape, generator=generator)).to(dtype), torch.randn(shape, generator=generator).to(dtype)
+def check(device, *call):
+    return softmax_calls.check(device, *call, contract="ordered-v2")
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)

@@ -58,19 +58,14 @@ class AttentionKernels:
         """Gradients of the names in ``needs`` (q, k, v, sinks, bias), each with the shape and dtype of its input."""
         inputs = with_contiguous_options(inputs)
         module = _module(inputs, dout, dlse, row_max, row_sum)
-        _check_rows(inputs, dout, dlse, row_max, row_sum)
-        tensors = {"q": inputs.q, "k": inputs.k, "v": inputs.v, "sinks": inputs.sinks, "bias": inputs.bias}
-        found = {
-            name: torch.empty(tensor.shape, dtype=tensor.dtype, device=tensor.device)
-            for name, tensor in tensors.items()
-            if tensor is not None and name in needs
-        }
+        inputs.check_shapes({"dout": dout}, {"dlse": dlse, "row_max": row_max, "row_sum": row_sum})
+        found = inputs.gradients(needs)
         if any(gradient.numel() for gradient in found.values()):
             codes = dtype_codes(module)
             problem = problem_of(codes, inputs)
             device, stream = place(inputs.q)
             rows = [None if row is None else row.to(torch.float32).contiguous() for row in (dlse, row_max, row_sum)]
-            pointers = (*map(address, rows), *(address(found.get(name)) for name in tensors))
+            pointers = (*map(address, rows), *(address(found.get(name)) for name in ("q", "k", "v", "sinks", "bias")))
             gradients = (array(codes, dout), *pointers, *(found["bias"].shape if "bias" in found else (1, 1, 1, 1)))
             workspace = _workspace(inputs.q, module.attention_backward_workspace(device, problem, inputs.scale, gradients))
             module.attention_backward(device, stream, problem, inputs.scale, gradients, address(workspace))
@@ -98,10 +93,9 @@ def _forward_launch(inputs: AttentionInputs, out_dtype: torch.dtype, count: int)
     are a large part of a small call. Options must be contiguous."""
     module, q, scale, tensors = _module(inputs), inputs.q, inputs.scale, tensors_of(inputs)
     codes, device, index = dtype_codes(module), q.device, q.device.index
-    *outer, _ = q.shape
-    out_of, row_of = allocator((*outer, inputs.v.shape[-1]), out_dtype, device), allocator(inputs.row_shape, torch.float32, device)
+    out_of, row_of = allocator(inputs.out_shape, out_dtype, device), allocator(inputs.row_shape, torch.float32, device)
     results = [out_of, *[row_of] * count]
-    if 0 in outer:
+    if 0 in q.shape[:-1]:
         return lambda addresses: tuple([allocate() for allocate in results]) if count else out_of()
     problem = problem_of(codes, inputs)
     workspace_of = allocator((module.attention_forward_workspace(index, problem, scale),), torch.uint8, device)
@@ -138,15 +132,6 @@ def _module(inputs: AttentionInputs, *others: Tensor | None) -> ModuleType:
     if reasons:
         raise UnsupportedProblem("attn_cuda", reasons)
     return module
-
-
-def _check_rows(inputs: AttentionInputs, dout: Tensor, dlse: Tensor | None, row_max: Tensor, row_sum: Tensor) -> None:
-    shape = (*inputs.q.shape[:-1], inputs.v.shape[-1])
-    if dout.shape != shape:
-        raise ValueError(f"attention_backward: dout must have shape {list(shape)}; got {list(dout.shape)}")
-    for name, row in (("dlse", dlse), ("row_max", row_max), ("row_sum", row_sum)):
-        if row is not None and row.shape != inputs.row_shape:
-            raise ValueError(f"attention_backward: {name} must have shape {list(inputs.row_shape)}; got {list(row.shape)}")
 
 
 def tensors_of(inputs: AttentionInputs) -> dict[str, Tensor]:

@@ -49,20 +49,15 @@ class Sm90Kernels:
         """Gradients of the names in ``needs`` (q, k, v, sinks), each fresh, contiguous, with the shape and dtype of its input."""
         inputs = with_contiguous_options(inputs)
         module = _module(inputs, dout, dlse, out, lse)
-        _check_rows(inputs, dout, dlse, out, lse)
-        tensors = {"q": inputs.q, "k": inputs.k, "v": inputs.v, "sinks": inputs.sinks}
-        found = {
-            name: torch.empty(tensor.shape, dtype=tensor.dtype, device=tensor.device)
-            for name, tensor in tensors.items()
-            if tensor is not None and name in needs
-        }
+        inputs.check_shapes({"dout": dout, "out": out}, {"dlse": dlse, "lse": lse})
+        found = inputs.gradients(needs)
         if any(gradient.numel() for gradient in found.values()):
             codes, scale = dtype_codes(module), inputs.scale
             problem = problem_of(codes, inputs)
             device, stream = place(inputs.q)
             rows = [None if row is None else row.to(torch.float32).contiguous() for row in (lse, dlse)]
             upstream = dout.to(inputs.q.dtype)
-            pointers = (*map(address, rows), *(address(found.get(name)) for name in tensors))
+            pointers = (*map(address, rows), *(address(found.get(name)) for name in ("q", "k", "v", "sinks")))
             gradients = (array(codes, upstream), array(codes, out), *pointers)
             size = module.sm90_backward_workspace(device, problem, scale, gradients)
             workspace = inputs.q.new_empty(size, dtype=torch.uint8)
@@ -120,12 +115,3 @@ def _module(inputs: AttentionInputs, *others: Tensor | None) -> ModuleType:
     if reasons:
         raise UnsupportedProblem("attn_cuda", reasons)
     return module
-
-
-def _check_rows(inputs: AttentionInputs, dout: Tensor, dlse: Tensor | None, out: Tensor, lse: Tensor) -> None:
-    for name, tensor in (("dout", dout), ("out", out)):
-        if tensor.shape != inputs.q.shape:
-            raise ValueError(f"attention_backward: {name} must have shape {list(inputs.q.shape)}; got {list(tensor.shape)}")
-    for name, row in (("dlse", dlse), ("lse", lse)):
-        if row is not None and row.shape != inputs.row_shape:
-            raise ValueError(f"attention_backward: {name} must have shape {list(inputs.row_shape)}; got {list(row.shape)}")

@@ -1,4 +1,4 @@
-"""attn-jax-rocm-sink: attention with softmax sinks for JAX, bit for bit under contract ``ordered-v1``.
+"""attn-jax-rocm-sink: attention with softmax sinks for JAX, bit for bit under contract ``ordered-v1`` or, when named, ``sm90-v1``.
 
     from attn_jax_rocm_sink import attention
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import numbers
+from collections.abc import Mapping
 from typing import Any
 
 import jax
@@ -12,7 +13,7 @@ import numpy as np
 from attn_spec import bfloat16
 from attn_spec._validation import ArrayInfo
 
-__all__ = ["are_seed_words", "from_numpy", "info", "integers", "is_integer", "platform", "seed_words", "to_numpy"]
+__all__ = ["are_seed_words", "check_arrays", "from_numpy", "info", "integers", "is_integer", "platform", "seed_words", "to_numpy"]
 
 _INT32 = np.iinfo(np.int32)
 
@@ -49,12 +50,18 @@ def platform(arrays: dict[str, Any], fallback: str | None) -> str:
     return _device_name(default if default is not None else jax.local_devices()[0])
 
 
+def check_arrays(op: str, arrays: Mapping[str, Any]) -> None:
+    """TypeError for an argument that is neither an array nor None."""
+    for name, array in arrays.items():
+        if array is not None and not isinstance(array, (jax.Array, np.ndarray)):
+            raise TypeError(f"{op}: {name} must be a jax.Array or a numpy.ndarray; got {type(array).__name__}")
+
+
 def info(name: str, array: Any, device: str) -> ArrayInfo | None:
     """Shape, dtype and device of an array argument; ``device`` is where an array without a device of its own goes."""
     if array is None:
         return None
-    if not isinstance(array, (jax.Array, np.ndarray)):
-        raise TypeError(f"attention: {name} must be a jax.Array or a numpy.ndarray; got {type(array).__name__}")
+    check_arrays("attention", {name: array})
     own = _own_devices(array)
     return ArrayInfo(tuple(array.shape), array.dtype.name, min(own) if own else device)
 

@@ -56,7 +56,7 @@ def attention(
     Args:
         q: [B, H, S, D]; k: [B, K, T, D]; v: [B, K, T, V]; one dtype of float32, bfloat16, float16; H a multiple of K.
         causal: key j is visible to query i iff ``k_start + j <= q_start + i`` (bottom-right by default; ``q_start=0`` is top-left).
-        scale: a number known when traced; None is 1/sqrt(D); 0.0 and negative values are used as they are.
+        scale: a number known when traced; None is 1/sqrt(D); 0.0 and negative values are used as they are (sm90-v1: positive ones alone).
         key_padding_mask: bool [B, T], True keeps the key. Dropped keys are compacted away.
         kv_lengths: used keys of each batch item, an integer or int32 or int64 [B] (traced or not); default T.
         q_start: position of query 0, int or [B]; default ``k_start + kv_lengths - S``.

@@ -6,6 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from attn_jax_rocm_sink._arrays import check_arrays
 from attn_jax_rocm_sink._attention import attention
 from attn_jax_rocm_sink._bias import with_mask
 from attn_jax_rocm_sink._segments import keep_rows
@@ -53,6 +54,7 @@ def dot_product_attention(
     Source: the documentation of jax.nn.dot_product_attention, JAX 0.10.
     """
     arrays = {"query": query, "key": key, "value": value}
+    check_arrays("dot_product_attention", {**arrays, "bias": bias, "mask": mask, "query_seq_lengths": query_seq_lengths})
     ranks = {name: array.ndim for name, array in arrays.items()}
     if len(set(ranks.values())) > 1 or query.ndim not in (3, 4):
         raise ValueError(f"dot_product_attention: query, key and value must all have 4 axes, or all 3; got {ranks}")

@@ -40,25 +40,15 @@ class Engine:
         return found
 
 
-def _rocm_unavailable(engine: str) -> str | None:
+def _unavailable(engine: str, platform: str) -> str | None:
+    """Why the library of ``engine`` or JAX's ``platform`` is missing, or None."""
     reason = _ffi.load(engine).reason
     if reason is not None:
         return reason
     try:
-        jax.local_devices(backend="rocm")
+        jax.local_devices(backend=platform.lower())
     except RuntimeError as error:
-        return f"JAX has no ROCm platform here: {error}"
-    return None
-
-
-def _host_unavailable() -> str | None:
-    reason = _ffi.load().reason
-    if reason is not None:
-        return reason
-    try:
-        jax.local_devices(backend="cpu")
-    except RuntimeError as error:
-        return f"JAX has no CPU platform here: {error}"
+        return f"JAX has no {platform} platform here: {error}"
     return None
 
 
@@ -87,7 +77,7 @@ ENGINES: Mapping[str, Engine] = {
     "host": Engine(
         "host",
         Capabilities(devices=("cpu",), operators={"attention": OperatorSupport(_FEATURES)}, contracts=_CONTRACTS),
-        _host_unavailable,
+        partial(_unavailable, "host", "CPU"),
         lambda: _ffi.load().fingerprint,
     ),
     "cuda": Engine(
@@ -102,7 +92,7 @@ ENGINES: Mapping[str, Engine] = {
     "hip": Engine(
         "hip",
         Capabilities(devices=("rocm",), operators={"attention": OperatorSupport(_FEATURES, max_head_dim=256)}),
-        partial(_rocm_unavailable, "hip"),
+        partial(_unavailable, "hip", "ROCm"),
         lambda: _ffi.load("hip").fingerprint,
     ),
     "ck": Engine(
@@ -113,7 +103,7 @@ ENGINES: Mapping[str, Engine] = {
                 "attention": OperatorSupport(_FEATURES - {"k_start", "key_padding_mask"}, dtypes=("bfloat16", "float16"), max_head_dim=256)
             },
         ),
-        partial(_rocm_unavailable, "ck"),
+        partial(_unavailable, "ck", "ROCm"),
         lambda: _ffi.load("ck").fingerprint,
         exact=False,
     ),

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 import jax
 import jax.numpy as jnp
 
+from attn_jax_rocm_sink._arrays import check_arrays, is_integer
 from attn_jax_rocm_sink._attention import attention
 from attn_jax_rocm_sink._attention_types import AttnBiasType, AttnMaskType, AttnSoftmaxType, QKVLayout
 from attn_jax_rocm_sink._bias import alibi, broadcast
@@ -74,6 +75,13 @@ def fused_attn(
     ):
         if not isinstance(value, kind):
             raise TypeError(f"fused_attn: {name} must be of type {kind.__name__}; got {value!r}")
+    check_arrays(
+        "fused_attn", {**{f"qkv[{place}]": array for place, array in enumerate(qkv)}, "bias": bias, "softmax_offset": softmax_offset}
+    )
+    if window_size is not None and not (len(window_size) == 2 and all(side is None or is_integer(side) for side in window_size)):
+        raise TypeError(f"fused_attn: window_size must be (left, right), each an integer; got {window_size!r}")
+    if scaling_factor is None:
+        raise TypeError("fused_attn: scaling_factor must be a number; got None")
     q, k, v = _unpacked(qkv, qkv_layout)
     heads = q.shape[2]
     full = (q.shape[0], heads, q.shape[1], k.shape[1])
@@ -105,7 +113,7 @@ def fused_attn(
         sinks=_sinks(softmax_offset, softmax_type, heads),
         bias=additive,
         dropout_p=dropout,
-        dropout_seed=seed if dropout > 0.0 else None,
+        dropout_seed=None if isinstance(dropout, (int, float)) and dropout == 0.0 else seed,
         contract=contract,
         engine=engine,
     )

@@ -8,6 +8,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from attn_jax_rocm_sink._arrays import is_integer
 from attn_jax_rocm_sink._attention_types import AttnBiasType, AttnMaskType, AttnSoftmaxType, QKVLayout
 from attn_jax_rocm_sink._fused_attn import fused_attn
 from attn_jax_rocm_sink._sequence_descriptor import SequenceDescriptor
@@ -42,8 +43,9 @@ class MaxTextAttention:
             raise ValueError(
                 f"MaxTextAttention: sliding_window_size goes with local_sliding; got {self.sliding_window_size} for {self._kind}"
             )
-        if self.sliding_window_size is not None and self.sliding_window_size < 1:
-            raise ValueError(f"MaxTextAttention: sliding_window_size must be at least 1; got {self.sliding_window_size}")
+        size = self.sliding_window_size
+        if size is not None and not (is_integer(size) and size >= 1):
+            raise ValueError(f"MaxTextAttention: sliding_window_size must be an integer of at least 1; got {size}")
 
     @property
     def _kind(self) -> str:

@@ -1,4 +1,4 @@
-"""attn-reference: contract ``ordered-v1`` as a readable definition (``pytorch``) and as compiled CPU kernels of the same bits (``host``).
+"""attn-reference: every contract as a readable definition (``pytorch``), and compiled CPU kernels of the same bits (``host``).
 
 The operators run the host kernels on CPU tensors where they are compiled, and the PyTorch definition everywhere else.
 """

@@ -10,16 +10,14 @@ from attn_reference._chain import chain, ordered_sum, row_blocks
 from attn_reference._rounding import stored
 from attn_reference._row import RowState, row_delta, row_state, score_gradient
 from attn_reference._scores import SCORE_BLOCK, Grouped
-from attn_reference._segment import Segment, segments
+from attn_reference._segment import Segment, fresh_results, segments
 
 __all__ = ["attention_backward", "attention_forward"]
 
 
 def attention_forward(inputs: AttentionInputs, out_dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """out (layout of q, V columns), LSE, row maximum and row sum (float32, ``inputs.row_shape``)."""
-    out = inputs.q.new_zeros((*inputs.q.shape[:-1], inputs.v.shape[-1]), dtype=out_dtype)
-    lse, row_max = (inputs.q.new_full(inputs.row_shape, -torch.inf, dtype=torch.float32) for _ in range(2))
-    row_sum = inputs.q.new_zeros(inputs.row_shape, dtype=torch.float32)
+    out, lse, row_max, row_sum = fresh_results(inputs, out_dtype)
     for segment in segments(inputs):
         result, state = _segment_forward(segment)
         segment.query_rows(out).copy_(stored(result, out_dtype))
@@ -56,13 +54,7 @@ def attention_backward(
     inputs: AttentionInputs, dout: Tensor, dlse: Tensor | None, row_max: Tensor, row_sum: Tensor, needs: frozenset[str]
 ) -> dict[str, Tensor]:
     """Gradients of the names in ``needs`` (q, k, v, sinks, bias), each with the shape and dtype of its input."""
-    tensors = {"q": inputs.q, "k": inputs.k, "v": inputs.v, "sinks": inputs.sinks, "bias": inputs.bias}
-    # Contiguous whatever the strides of the input, and zero where no segment writes.
-    found = {
-        name: torch.zeros(tensor.shape, dtype=tensor.dtype, device=tensor.device)
-        for name, tensor in tensors.items()
-        if tensor is not None and name in needs
-    }
+    found = inputs.gradients(needs, torch.zeros)  # zero where no segment writes
     for segment in segments(inputs):
         state = RowState(segment.row_values(row_max), segment.row_values(row_sum))
         parts = _segment_backward(segment, segment.query_rows(dout), None if dlse is None else segment.row_values(dlse), state, needs)

@@ -133,7 +133,7 @@ class HostKernels:
         return dprobs, dv
 
     def attention_forward(self, inputs: AttentionInputs, out_dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        out = torch.empty((*inputs.q.shape[:-1], inputs.v.shape[-1]), dtype=out_dtype)
+        out = torch.empty(inputs.out_shape, dtype=out_dtype)
         lse, row_max, row_sum = (torch.empty(inputs.row_shape, dtype=torch.float32) for _ in range(3))
         problem = _Problem(inputs)
         self._run("attention_forward", problem.native, _array(out), lse.data_ptr(), row_max.data_ptr(), row_sum.data_ptr())
@@ -142,7 +142,7 @@ class HostKernels:
     def attention_backward(
         self, inputs: AttentionInputs, dout: Tensor, dlse: Tensor | None, row_max: Tensor, row_sum: Tensor, needs: frozenset[str]
     ) -> dict[str, Tensor]:
-        gradients = {name: torch.empty(getattr(inputs, name).shape, dtype=getattr(inputs, name).dtype) for name in needs}
+        gradients = inputs.gradients(needs)
         rows = [None if tensor is None else tensor.float().contiguous() for tensor in (dlse, row_max, row_sum)]
         addresses = [_address(gradients.get(name)) for name in ("q", "k", "v", "sinks", "bias")]
         shape = [0] * 4 if "bias" not in needs else list(gradients["bias"].shape)
@@ -159,7 +159,7 @@ class HostKernels:
     def attention_sm90_backward(
         self, inputs: AttentionInputs, dout: Tensor, dlse: Tensor | None, out: Tensor, lse: Tensor, needs: frozenset[str]
     ) -> dict[str, Tensor]:
-        gradients = {name: torch.zeros(getattr(inputs, name).shape, dtype=getattr(inputs, name).dtype) for name in needs}
+        gradients = inputs.gradients(needs, torch.zeros)
         rows = [None if tensor is None else tensor.float().contiguous() for tensor in (lse, dlse)]
         addresses = [_address(gradients.get(name)) for name in ("q", "k", "v", "sinks")]
         problem = _Problem(inputs)

@@ -11,7 +11,7 @@ from attn_reference import _qat_sm90
 from attn_reference._chain import ordered_sum
 from attn_reference._qat_item import Item
 from attn_reference._rounding import stored
-from attn_reference._segment import segments
+from attn_reference._segment import fresh_results, segments
 
 __all__ = ["qat_backward", "qat_forward"]
 
@@ -20,9 +20,7 @@ def qat_forward(inputs: AttentionInputs, config: QATConfig, contract: str) -> tu
     """out (layout and dtype of q), LSE, and the row maximum and sum (float32, ``inputs.row_shape``)."""
     if contract == _qat_sm90.CONTRACT:
         return _qat_sm90.forward(inputs, config)
-    out = torch.zeros(inputs.q.shape, dtype=inputs.q.dtype, device=inputs.q.device)
-    lse, row_max = (torch.full(inputs.row_shape, -torch.inf, device=out.device) for _ in range(2))
-    row_sum = torch.zeros(inputs.row_shape, device=out.device)
+    out, lse, row_max, row_sum = fresh_results(inputs, inputs.q.dtype)
     for segment in segments(inputs):
         if segment.positions.queries:
             result, state = Item(segment, config).forward()
@@ -45,19 +43,18 @@ def qat_backward(
     """Gradients of the names in ``needs`` (q, k, v, sinks), each with the shape and dtype of its input."""
     if contract == _qat_sm90.CONTRACT:
         return _qat_sm90.backward(inputs, config, dout, dlse, saved, needs)
-    tensors = {"q": inputs.q, "k": inputs.k, "v": inputs.v, "sinks": inputs.sinks}
-    found = {
-        name: torch.zeros(tensor.shape, dtype=tensor.dtype, device=dout.device) for name, tensor in tensors.items() if tensor is not None
-    }
+    found = inputs.gradients(needs, torch.zeros)
     for segment in segments(inputs):
         if not segment.positions.queries:
             continue
         parts = Item(segment, config).backward(segment.query_rows(dout), None if dlse is None else segment.row_values(dlse))
-        segment.query_rows(found["q"]).copy_(stored(parts["q"], inputs.q.dtype))
-        for name in ("k", "v"):
+        if "q" in found:
+            segment.query_rows(found["q"]).copy_(stored(parts["q"], inputs.q.dtype))
+        for name in found.keys() & {"k", "v"}:
             segment.key_rows(found[name]).copy_(stored(parts[name], inputs.k.dtype))
-        if inputs.sinks is not None:
-            found["sinks"] = found["sinks"] + ordered_sum(parts["sinks"], parts["sinks"].new_zeros(len(inputs.sinks), 1)).squeeze(-1)
+        if "sinks" in found:
+            heads = len(found["sinks"])
+            found["sinks"] = found["sinks"] + ordered_sum(parts["sinks"], parts["sinks"].new_zeros(heads, 1)).squeeze(-1)
     if "sinks" in found:
         found["sinks"] = stored(found["sinks"], torch.float32)
-    return {name: gradient for name, gradient in found.items() if name in needs}
+    return found

@@ -19,9 +19,6 @@ from attn_reference.nvfp4 import fake_quantize
 
 __all__ = ["Item"]
 
-_OF_ONE = 2688.0
-"""6 * 448, the outer scale of a row whose largest value is 1."""
-
 
 @dataclass(frozen=True)
 class _Block:
@@ -73,7 +70,6 @@ class Item:
             # The scores of the mean, the same for every query of a head: [K, G, T], then a row for each query.
             means = chain(self._grouped(self.q.mean), self.k.original.transpose(-1, -2)) * self.scale
             high = means.repeat_interleave(self.queries, dim=1)
-        outer = _OF_ONE if self.config.p_outer == "row" else self.config.p_outer
         for block in row_blocks(rows, self.kv_heads * self.keys, SCORE_BLOCK):
             scores = chain(q[:, block], self.k.quantized.transpose(-1, -2)) * self.scale
             if high is not None:
@@ -81,7 +77,7 @@ class Item:
             masked = (scores == -torch.inf) | ~self.visible[query[block]]
             state = row_state(scores, masked, self.layout, None if sinks is None else sinks[:, block])
             exponentials = torch.where(masked, 0.0, state.exponential(scores - state.max.unsqueeze(-1)))
-            quantized = fake_quantize(exponentials, outer=outer) if self.config.quantize_p else exponentials
+            quantized = fake_quantize(exponentials, outer=self.config.p_scale) if self.config.quantize_p else exponentials
             yield _Block(block, scores, masked, state, torch.where(masked, 0.0, quantized))
 
     def forward(self) -> tuple[Tensor, RowState]:

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import torch
 from attn_spec import QATConfig
-from attn_spec._qat import Outer
 from attn_spec.torch import AttentionInputs
 from torch import Tensor
 
@@ -15,7 +14,7 @@ from attn_reference._elementary import ln
 from attn_reference._fma import fma
 from attn_reference._qat_operand import Operand, operands
 from attn_reference._rounding import nearest
-from attn_reference._segment import Segment, segments
+from attn_reference._segment import Segment, fresh_results, segments
 from attn_reference._sm90_arithmetic import chain, ex2, halves
 from attn_reference._sm90_attention import _LN_2, _LOG2_E, _dsinks, _Item, _over_queries
 from attn_reference.nvfp4 import fake_quantize
@@ -23,7 +22,6 @@ from attn_reference.nvfp4 import fake_quantize
 __all__ = ["CONTRACT", "backward", "forward"]
 
 CONTRACT = "nvfp4-sm90-v1"
-_OF_ONE = 2688.0
 _CLASSES = 8
 
 
@@ -38,13 +36,11 @@ class _Quantized:
         self.q, self.k, self.v = self._halves(q, k, v, lambda operand: operand.quantized)
         self.q_back, self.k_back, self.v_back = self._halves(q, k, v, lambda operand: operand.backward(config))
         self.visible = self.item.visible()
-        named = _OF_ONE if config.p_outer == "row" else 1.0
-        self.outer = named if isinstance(config.p_outer, str) else config.p_outer
-        self.decoding = self.item.constant(1.0) / self.item.constant(self.outer if config.quantize_p else 1.0)
+        self.decoding = self.item.constant(1.0) / self.item.constant(config.p_scale if config.quantize_p else 1.0)
 
     def _halves(self, q: Operand, k: Operand, v: Operand, which: object) -> tuple[Tensor, Tensor, Tensor]:
         assert callable(which)
-        cells = [torch.zeros(x.original.shape[0], self.item.cells, x.original.shape[2], dtype=self.half) for x in (k, v)]
+        cells = [x.original.new_zeros(x.original.shape[0], self.item.cells, x.original.shape[2], dtype=self.half) for x in (k, v)]
         for cell, operand in zip(cells, (k, v), strict=True):
             cell[:, : operand.original.shape[1]] = nearest(which(operand), self.half)
         return self.item.rows(nearest(which(q), self.half)), cells[0], cells[1]
@@ -61,8 +57,7 @@ class _Quantized:
         """P in half, without the outer decoding scale; masked pairs are +0."""
         if not self.config.quantize_p:
             return nearest(torch.where(shown, e, 0.0), self.half)
-        outer: Outer = "none" if self.config.p_outer == "none" else self.outer
-        values = fake_quantize(e, outer=outer, decode_outer=False)
+        values = fake_quantize(e, outer=self.config.p_scale, decode_outer=False)
         return nearest(torch.where(shown, values, 0.0), self.half)
 
     def sum_of_classes(self, terms: Tensor) -> Tensor:
@@ -75,9 +70,7 @@ class _Quantized:
 
 def forward(inputs: AttentionInputs, config: QATConfig) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """out, LSE, and n and l with the sink (float32, ``inputs.row_shape``); n is -inf and l 0 in a row without key and sink."""
-    out = torch.zeros(inputs.q.shape, dtype=inputs.q.dtype, device=inputs.q.device)
-    lse, row_max = (torch.full(inputs.row_shape, -torch.inf, device=out.device) for _ in range(2))
-    row_sum = torch.zeros(inputs.row_shape, device=out.device)
+    out, lse, row_max, row_sum = fresh_results(inputs, inputs.q.dtype)
     for segment in segments(inputs):
         if not segment.positions.queries:
             continue
@@ -115,20 +108,18 @@ def backward(
     needs: frozenset[str],
 ) -> dict[str, Tensor]:
     """Gradients of the names in ``needs`` (q, k, v, sinks), each with the shape and dtype of its input."""
-    tensors = {"q": inputs.q, "k": inputs.k, "v": inputs.v, "sinks": inputs.sinks}
-    found = {
-        name: torch.zeros(tensor.shape, dtype=tensor.dtype, device=dout.device) for name, tensor in tensors.items() if tensor is not None
-    }
+    found = inputs.gradients(needs, torch.zeros)
     for segment in segments(inputs):
         if not segment.positions.queries:
             continue
         parts = _segment_backward(_Quantized(segment, config), dout, dlse, saved)
-        segment.query_rows(found["q"]).copy_(parts["q"])
-        for name in ("k", "v"):
+        if "q" in found:
+            segment.query_rows(found["q"]).copy_(parts["q"])
+        for name in found.keys() & {"k", "v"}:
             segment.key_rows(found[name]).copy_(parts[name])
         if "sinks" in found:
             found["sinks"] = found["sinks"] + parts["sinks"]
-    return {name: gradient for name, gradient in found.items() if name in needs}
+    return found
 
 
 def _segment_backward(call: _Quantized, dout: Tensor, dlse: Tensor | None, saved: tuple[Tensor, ...]) -> dict[str, Tensor]:

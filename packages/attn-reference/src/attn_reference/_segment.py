@@ -5,12 +5,13 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 
+import torch
 from attn_spec.torch import AttentionInputs
 from torch import Tensor
 
 from attn_reference._visibility import Positions, visible_pairs
 
-__all__ = ["Segment", "segments"]
+__all__ = ["Segment", "fresh_results", "segments"]
 
 
 @dataclass(frozen=True)
@@ -60,6 +61,13 @@ class Segment:
             query_mask=None if inputs.query_mask is None else inputs.query_mask[self.index],
             key_mask=self.kept_keys(),
         )
+
+
+def fresh_results(inputs: AttentionInputs, out_dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """out, LSE, row maximum and row sum as they are where no segment writes."""
+    out = inputs.q.new_zeros(inputs.out_shape, dtype=out_dtype)
+    lse, row_max, row_sum = (inputs.q.new_full(inputs.row_shape, value, dtype=torch.float32) for value in (-torch.inf, -torch.inf, 0.0))
+    return out, lse, row_max, row_sum
 
 
 def segments(inputs: AttentionInputs) -> Iterator[Segment]:

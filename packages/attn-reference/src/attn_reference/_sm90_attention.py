@@ -202,16 +202,11 @@ def attention_backward(
     inputs: AttentionInputs, dout: Tensor, dlse: Tensor | None, out: Tensor, lse: Tensor, needs: frozenset[str]
 ) -> dict[str, Tensor]:
     """Gradients of the names in ``needs`` (q, k, v, sinks), each with the shape and dtype of its input."""
-    tensors = {"q": inputs.q, "k": inputs.k, "v": inputs.v, "sinks": inputs.sinks}
-    found = {
-        name: torch.zeros(tensor.shape, dtype=tensor.dtype, device=tensor.device)
-        for name, tensor in tensors.items()
-        if tensor is not None and name in needs
-    }
+    found = inputs.gradients(needs, torch.zeros)
     for segment in segments(inputs):
         parts = _item_backward(_Item(segment), dout, dlse, out, lse)
-        for name in found.keys() & {"q"}:
-            segment.query_rows(found[name]).copy_(parts["q"])
+        if "q" in found:
+            segment.query_rows(found["q"]).copy_(parts["q"])
         for name in found.keys() & {"k", "v"}:
             used = segment.positions.used_keys
             segment.key_rows(found[name])[:, :used] = parts[name]

@@ -8,7 +8,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import torch
-from attn_spec._qat import Outer, check_outer
+from attn_spec._qat import LARGEST, Outer, check_outer
 from attn_spec.nvfp4 import BLOCK, CODES, TILE_ROWS
 from torch import Tensor
 
@@ -132,7 +132,7 @@ def _outer_scales(values: Tensor, outer: Outer) -> tuple[Tensor, Tensor]:
         rows = tiles.repeat_interleave(TILE_ROWS, dim=-2)[..., :count, :]
     largest = torch.where(torch.isfinite(rows), rows.clamp(min=1e-8), torch.nan)
     # A quotient of tensors: torch computes number / tensor as a product with the reciprocal.
-    encoding = _like(values, 2688.0) / largest
+    encoding = _like(values, LARGEST) / largest
     return encoding, _like(values, 1.0) / encoding
 
 

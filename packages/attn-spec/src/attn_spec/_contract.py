@@ -64,6 +64,14 @@ _ALL = ("out", "lse", "dq", "dk", "dv", "dsinks", "dbias")
 _HALF = ("out", "lse", "dq", "dk", "dv", "dsinks")
 _SOFTMAX = ("probs", "dscores")
 _SUITE = "shared_tests/src/attn_shared_tests"
+_FOUR_BIT = (
+    Guarantee("backend", _HALF, f"{_SUITE}/test_qat.py::test_bytes_equal_the_reference"),
+    Guarantee("batch size, slot and neighbours", (*_ROW, "dk", "dv"), f"{_SUITE}/test_qat.py::test_items_stand_alone"),
+    Guarantee("later tokens of a causal call", _ROW, f"{_SUITE}/test_qat.py::test_later_tokens_move_no_bit"),
+    Guarantee("packed or alone", (*_ROW, "dk", "dv"), f"{_SUITE}/test_qat.py::test_packed_equals_alone"),
+    Guarantee("repetition and strides", _HALF, f"{_SUITE}/test_qat.py::test_same_call_same_bits"),
+)
+"""What both contracts of 4-bit attention promise."""
 
 CONTRACTS: dict[str, Contract] = {
     "ordered-v1": Contract(
@@ -157,12 +165,8 @@ CONTRACTS: dict[str, Contract] = {
         tf32=False,
         tile=256,
         guarantees=(
-            Guarantee("backend", _HALF, f"{_SUITE}/test_qat.py::test_bytes_equal_the_reference"),
-            Guarantee("batch size, slot and neighbours", (*_ROW, "dk", "dv"), f"{_SUITE}/test_qat.py::test_items_stand_alone"),
+            *_FOUR_BIT,
             Guarantee("left or middle padding", (*_ROW, "dk", "dv"), f"{_SUITE}/test_qat.py::test_padding_moves_no_bit"),
-            Guarantee("later tokens of a causal call", _ROW, f"{_SUITE}/test_qat.py::test_later_tokens_move_no_bit"),
-            Guarantee("packed or alone", (*_ROW, "dk", "dv"), f"{_SUITE}/test_qat.py::test_packed_equals_alone"),
-            Guarantee("repetition and strides", _HALF, f"{_SUITE}/test_qat.py::test_same_call_same_bits"),
         ),
     ),
     "nvfp4-sm90-v1": Contract(
@@ -174,13 +178,7 @@ CONTRACTS: dict[str, Contract] = {
         split_k=False,
         tf32=False,
         tile=128,
-        guarantees=(
-            Guarantee("backend", _HALF, f"{_SUITE}/test_qat.py::test_bytes_equal_the_reference"),
-            Guarantee("batch size, slot and neighbours", (*_ROW, "dk", "dv"), f"{_SUITE}/test_qat.py::test_items_stand_alone"),
-            Guarantee("later tokens of a causal call", _ROW, f"{_SUITE}/test_qat.py::test_later_tokens_move_no_bit"),
-            Guarantee("packed or alone", (*_ROW, "dk", "dv"), f"{_SUITE}/test_qat.py::test_packed_equals_alone"),
-            Guarantee("repetition and strides", _HALF, f"{_SUITE}/test_qat.py::test_same_call_same_bits"),
-        ),
+        guarantees=_FOUR_BIT,
         limits=Limits(
             dtypes=("bfloat16", "float16"),
             head_dims=(64, 128),
@@ -193,7 +191,7 @@ CONTRACTS: dict[str, Contract] = {
 
 def contract(name: str) -> Contract:
     """The contract called ``name``; UnknownName lists the known ones."""
-    if name not in CONTRACTS:
+    if not isinstance(name, str) or name not in CONTRACTS:
         raise UnknownName("contract", name, CONTRACTS)
     return CONTRACTS[name]
 

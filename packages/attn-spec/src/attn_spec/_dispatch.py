@@ -68,6 +68,8 @@ def get_op(
     operator(name)
     if config is not None and name not in QAT:
         raise ValueError(f"get_op: {name} takes no config; the operators that do: {', '.join(QAT)}")
+    if config is not None and not isinstance(config, QATConfig):
+        raise TypeError(f"get_op: config must be a QATConfig; got {type(config).__name__}")
     config = QATConfig() if config is None and name in QAT else config
     if name == PRODUCTION:
         if contract is not None:
@@ -76,7 +78,7 @@ def get_op(
             )
         wanted = "none"
     else:
-        wanted = contract or default_contract(name, "float32", 1, device)
+        wanted = default_contract(name, "float32", 1, device) if contract is None else contract
         find_contract(wanted)
     if backend is not None:
         chosen = get_backend(backend)

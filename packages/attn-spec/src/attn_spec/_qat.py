@@ -8,11 +8,13 @@ import math
 from dataclasses import asdict, dataclass
 from typing import Literal
 
-__all__ = ["Outer", "QATConfig", "check_outer"]
+__all__ = ["LARGEST", "Outer", "QATConfig", "check_outer"]
 
 Outer = Literal["none", "tile", "row"] | float
 """Second-level scale of the quantizer: none, from the largest magnitude of 32 rows or of one row, or a constant encoding scale."""
 
+LARGEST = 2688.0
+"""6 * 448, the largest code times the largest block scale: the outer scale of values up to 1."""
 _KINDS = ("none", "tile", "row")
 _LEAST, _MOST = 2.0**-24, 2.0**24
 
@@ -56,7 +58,7 @@ class QATConfig:
     quantize_v: bool = True
     quantize_p: bool = True
     qkv_outer: Outer = "none"
-    p_outer: Outer = 2688.0
+    p_outer: Outer = LARGEST
     v_axis: Literal["keys", "head_dim"] = "keys"
     smooth_q: bool = False
     smooth_k: bool = False
@@ -84,6 +86,13 @@ class QATConfig:
         """FastVideo's Attn-QAT training configuration as close as correctness allows: V along the head dim, no outer scale of Q, K, V, no
         smoothing, delta in high precision. P keeps its outer scale: without one small probabilities vanish."""
         return cls(v_axis="head_dim")
+
+    @property
+    def p_scale(self) -> float:
+        """``p_outer`` as an encoding scale: that of "row" is the one of the row's largest exponential, which is 1."""
+        if isinstance(self.p_outer, str):
+            return LARGEST if self.p_outer == "row" else 1.0
+        return float(self.p_outer)
 
     @property
     def fingerprint(self) -> str:

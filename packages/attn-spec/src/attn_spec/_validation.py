@@ -46,9 +46,8 @@ def describe(
     """Check one call and describe it.
 
     ``arrays`` maps argument names to ArrayInfo (None: not given); ``options`` holds the keyword options; integers given in place of an
-    array
-    (``q_start=0``) go to ``options``. Raises TypeError for dtypes, ValueError for shapes, sizes, devices and option values, each naming
-    the value.
+    array (``q_start=0``) go to ``options``. Raises TypeError for dtypes, ValueError for shapes, sizes, devices and option values, each
+    naming the value, UnknownName for a contract that there is not.
     """
     spec = operator(op)
     given = {name: info for name, info in arrays.items() if info is not None}
@@ -62,7 +61,7 @@ def describe(
     if gradient:
         features.add("gradient")
     dtype, device = given[spec.inputs[0]].dtype, given[spec.inputs[0]].device
-    name = contract or default_contract(op, dtype, sizes.get("head_dim", 1), device)
+    name = default_contract(op, dtype, sizes.get("head_dim", 1), device) if contract is None else contract
     if op != PRODUCTION:
         find_contract(name)
     elif contract is not None:
@@ -167,6 +166,8 @@ def _check_options(op: str, options: Mapping[str, Any]) -> None:
     scale = options.get("scale")
     if scale is not None and not _is_finite_float32(scale):
         raise ValueError(f"{op}: scale must be a finite number or None; got {scale!r} (it must be finite in float32: below 2**128)")
+    if "out_dtype" in options and options["out_dtype"] not in DTYPES:
+        raise TypeError(f"{op}: out_dtype must be one of {', '.join(DTYPES)}; got {options['out_dtype']}")
     for name in ("causal", "return_lse"):
         if not isinstance(options.get(name, False), bool):
             raise TypeError(f"{op}: {name} must be True or False; got {options[name]!r}")
@@ -179,7 +180,7 @@ def _check_options(op: str, options: Mapping[str, Any]) -> None:
         if any(side is not None and side > _INT32_MAX for side in window):
             raise ValueError(f"{op}: window sides must be at most 2**31 - 1 (None for no bound); got {window!r}")
     dropout_p = options.get("dropout_p", 0.0)
-    if not (isinstance(dropout_p, numbers.Real) and 0.0 <= float(dropout_p) <= 1.0):
+    if isinstance(dropout_p, bool) or not (isinstance(dropout_p, numbers.Real) and 0.0 <= float(dropout_p) <= 1.0):
         raise ValueError(f"{op}: dropout_p must lie in [0, 1]; got {dropout_p!r}")
     seed = options.get("dropout_seed")
     if seed is not None and not _is_integer(seed) and not _is_integer_scalar(seed):

@@ -13,7 +13,7 @@ import numpy as np
 
 from attn_spec._arrays import bfloat16, dtype_name, to_float32
 from attn_spec._operators import DTYPES
-from attn_spec._qat import Outer, check_outer
+from attn_spec._qat import LARGEST, Outer, check_outer
 
 __all__ = ["BLOCK", "CODES", "NVFP4", "TILE_ROWS", "decode_e4m3", "dequantize", "encode_e2m1", "encode_e4m3", "quantize"]
 
@@ -23,7 +23,7 @@ CODES = np.array([0, 0.5, 1, 1.5, 2, 3, 4, 6, -0.0, -0.5, -1, -1.5, -2, -3, -4, 
 """The value of each E2M1 code."""
 
 _F32 = np.float32
-_LARGEST = _F32(2688)  # 6 * 448
+_LARGEST = _F32(LARGEST)
 _LEAST_MAGNITUDE = _F32(1e-8)
 _NAN_SCALE = 0x7F
 

@@ -1,4 +1,4 @@
-"""attn-triton: the attn operators as Triton kernels, with the bits of contract ordered-v1.
+"""attn-triton: the attn operators as Triton kernels, with the bits of the contract that a call names, ordered-v1 by default.
 
 Importing this package starts no GPU driver. ``TRITON_INTERPRET=1`` in the environment of the first import runs the kernels on the CPU.
 """

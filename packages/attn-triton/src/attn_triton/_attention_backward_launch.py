@@ -15,7 +15,7 @@ from torch import Tensor
 from attn_triton import _attention_backward_kernel as kernel
 from attn_triton import _attention_backward_sums_kernel as sums_kernel
 from attn_triton._attention_launch import check_supported
-from attn_triton._configuration import on_device
+from attn_triton._configuration import on_device, padded
 from attn_triton._pair_copies import columns_together
 from attn_triton._pairs_launch import Pairs, pairs_of
 from attn_triton._problem import Problem, attention_problem, block_sides, key_grid, result_strides, row_grid
@@ -153,7 +153,7 @@ class _Backward:
                 spoiled,
                 ROWS=config.owners,
                 KEYS=config.others,
-                COLUMNS=_padded(width),
+                COLUMNS=padded(width),
                 CHUNK=config.chunk,
                 SELECT=select,
                 DOT=self.dot,
@@ -187,7 +187,7 @@ class _Backward:
                 spoiled,
                 ROWS=config.others,
                 KEYS=config.owners,
-                COLUMNS=_padded(width),
+                COLUMNS=padded(width),
                 CHUNK=config.chunk,
                 SELECT=select,
                 DOT=self.dot,
@@ -244,7 +244,7 @@ def attention_backward(
     Raises ValueError when a shape of ``dout`` or of the row values is not that of the call, UnsupportedProblem for what the kernels lack.
     """
     check_supported(inputs)
-    _check_rows(inputs, dout, dlse, row_max, row_sum)
+    inputs.check_shapes({"dout": dout}, {"dlse": dlse, "row_max": row_max, "row_sum": row_sum})
     found: dict[str, Tensor] = {name: _gradient(inputs, name) for name in ("q", "k", "v", "sinks", "bias") if name in needs}
     if not any(gradient.numel() for gradient in found.values()):
         return found
@@ -323,18 +323,3 @@ def _turned(tensor: Tensor, packed: bool) -> tuple[Tensor, int, int, int]:
     copy = (tensor.permute(1, 2, 0) if packed else tensor.transpose(2, 3)).contiguous()
     batch, head, column = (0, *copy.stride()[:2]) if packed else copy.stride()[:3]
     return copy, batch, head, column
-
-
-def _padded(width: int) -> int:
-    """Columns of an accumulator: a power of two, 16 at least."""
-    columns: int = max(16, triton.next_power_of_2(width))
-    return columns
-
-
-def _check_rows(inputs: AttentionInputs, dout: Tensor, dlse: Tensor | None, row_max: Tensor, row_sum: Tensor) -> None:
-    shape = (*inputs.q.shape[:-1], inputs.v.shape[-1])
-    if dout.shape != shape:
-        raise ValueError(f"attention_backward: dout must have shape {list(shape)}; got {list(dout.shape)}")
-    for name, row in (("dlse", dlse), ("row_max", row_max), ("row_sum", row_sum)):
-        if row is not None and row.shape != inputs.row_shape:
-            raise ValueError(f"attention_backward: {name} must have shape {list(inputs.row_shape)}; got {list(row.shape)}")

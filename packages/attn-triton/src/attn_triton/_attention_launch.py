@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 import triton
@@ -13,12 +14,41 @@ from attn_spec.torch._arrays import platform
 from torch import Tensor
 
 from attn_triton import _attention_forward_kernel as kernel
-from attn_triton._configuration import Config, on_device
+from attn_triton._configuration import Config, on_device, padded
 from attn_triton._pairs_launch import Pairs, pairs_of
-from attn_triton._problem import MAX_HEAD_DIM, Problem, attention_problem, block_sides, row_grid
+from attn_triton._problem import MAX_HEAD_DIM, Problem, attention_problem, block_sides, fresh_results, row_grid
 from attn_triton._softmax_kernel import INTERPRETED
 
 __all__ = ["CONFIGS", "attention_forward", "check_supported"]
+
+
+_SELECT_COLUMNS = 128
+
+
+@dataclass(frozen=True)
+class OutputLaunch:
+    """One launch of the kernel of out, from column ``first`` on: over every pair, or (``select``) without the terms of masked ones."""
+
+    config: Config
+    columns: int
+    first: int
+    select: bool
+
+    @property
+    def part(self) -> slice:
+        """Its columns of v and out."""
+        return slice(self.first, self.first + self.columns)
+
+    def problem(self, problem: Problem, v: Tensor) -> Problem:
+        """``problem`` with these columns of ``v``."""
+        values = v[..., self.part]
+        return replace(problem, arrays=problem.arrays._replace(v=values, value_dim=values.shape[-1]))
+
+    @property
+    def options(self) -> dict[str, Any]:
+        """Compile-time arguments and compiler options."""
+        sizes = {"ROWS": self.config.rows, "KEYS": self.config.keys, "COLUMNS": self.columns, "CHUNK": self.config.chunk}
+        return {**sizes, "SELECT": self.select, **self.config.options}
 
 
 @dataclass(frozen=True)
@@ -34,9 +64,12 @@ class ForwardConfigs:
     outputs: Mapping[int, Config]
     select: Config
 
-    def outputs_of(self, columns: int) -> Config:
-        """Configuration of the kernel of out for ``columns`` columns."""
-        return self.outputs[min(limit for limit in self.outputs if limit >= columns)]
+    def output_launches(self, value_dim: int) -> list[OutputLaunch]:
+        """All columns at once; then the second launch, a few columns at a time, since two accumulators are live there."""
+        columns = padded(value_dim)
+        width = min(columns, _SELECT_COLUMNS)
+        first = OutputLaunch(self.outputs[min(limit for limit in self.outputs if limit >= columns)], columns, 0, select=False)
+        return [first, *(OutputLaunch(self.select, width, begin, select=True) for begin in range(0, value_dim, width))]
 
 
 CONFIGS = {
@@ -68,8 +101,6 @@ CONFIGS = {
 """By device. On NVIDIA these are the largest blocks that the compiler keeps in registers, and 16 columns a step keep a loop inside the
 instruction cache. An interpreted operation costs much, however small its block, so there the blocks are large."""
 
-_SELECT_COLUMNS = 128
-
 
 def configs_of(device: torch.device) -> ForwardConfigs:
     """Configurations for the device; for a GPU of NVIDIA those of the target that Triton compiles for."""
@@ -95,13 +126,7 @@ def attention_forward(inputs: AttentionInputs, out_dtype: torch.dtype) -> tuple[
     """out (layout of q, V columns, ``out_dtype``), LSE, row max and row sum (float32, ``inputs.row_shape``)."""
     check_supported(inputs)
     q = inputs.q
-    out = torch.empty((*q.shape[:-1], inputs.v.shape[-1]), dtype=out_dtype, device=q.device)
-    lse, row_max, row_sum = (torch.empty(inputs.row_shape, dtype=torch.float32, device=q.device) for _ in range(3))
-    if inputs.packed:  # rows outside the segments belong to no program
-        out.zero_()
-        lse.fill_(-torch.inf)
-        row_max.fill_(-torch.inf)
-        row_sum.zero_()
+    out, lse, row_max, row_sum = fresh_results(inputs, out_dtype)
     if lse.numel():
         with on_device(q):
             _forward(pairs_of(inputs, attention_problem(inputs)), out, (lse, row_max, row_sum))
@@ -129,10 +154,7 @@ def _row_states(inputs: AttentionInputs, problem: Problem, config: Config, dot: 
     if grid.programs == 0:
         return
     kernel.attention_row_states[(grid.programs,)](
-        problem.arrays,
-        problem.sizes.encoded,
-        grid.plan,
-        grid.per_item,
+        *problem.on(grid),
         *results,
         ROWS=rows,
         KEYS=config.keys,

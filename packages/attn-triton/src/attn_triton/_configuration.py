@@ -13,7 +13,7 @@ from torch import Tensor
 from attn_triton._interpreter import bfloat16_by_shift, ieee_mode, patched_once, without_overflow_checks
 from attn_triton._softmax_kernel import INTERPRETED
 
-__all__ = ["Config", "on_device"]
+__all__ = ["Config", "on_device", "padded"]
 
 
 @dataclass(frozen=True)
@@ -36,6 +36,11 @@ class Config:
     def options(self) -> dict[str, Any]:
         """Compiler options."""
         return {name: value for name, value in asdict(self).items() if name not in ("rows", "keys", "chunk")}
+
+
+def padded(width: int) -> int:
+    """Columns of an accumulator that holds ``width`` of them: a power of two that ``tl.dot`` takes."""
+    return max(16, 1 << (width - 1).bit_length())
 
 
 @contextmanager

@@ -5,7 +5,6 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import torch
-import triton
 from attn_spec import QATConfig
 from attn_spec.nvfp4 import TILE_ROWS
 from attn_spec.torch import AttentionInputs
@@ -13,6 +12,7 @@ from attn_spec.torch._arrays import platform
 from torch import Tensor
 
 from attn_triton import _nvfp4_kernel as kernel
+from attn_triton._configuration import padded
 from attn_triton._problem import attention_problem, key_grid, result_strides
 from attn_triton._softmax_kernel import INTERPRETED
 
@@ -75,7 +75,7 @@ def _operand(
         return Operand(x, x)
     # As the keys of a call whose queries are the same tokens: items, masks and grids are then those of keys.
     call = AttentionInputs(x, x, x, key_mask=mask, cu_seqlens_q=offsets, cu_seqlens_k=offsets, seqlens_q=used, seqlens_k=used)
-    problem, columns = attention_problem(call), max(16, triton.next_power_of_2(x.shape[-1]))
+    problem, columns = attention_problem(call), padded(x.shape[-1])
     sizes = problem.sizes
     per_head = (sizes.batch, sizes.kv_heads, x.shape[-1])
     mean = peaks = None
@@ -103,10 +103,7 @@ def _operand(
     grid = key_grid(call, sizes, TILE_ROWS)
     if grid.programs and x.numel():
         kernel.fake_quantize[(grid.programs,)](
-            problem.arrays,
-            sizes.encoded,
-            grid.plan,
-            grid.per_item,
+            *problem.on(grid),
             mean,
             peaks,
             encode,

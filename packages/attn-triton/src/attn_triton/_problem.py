@@ -25,6 +25,7 @@ __all__ = [
     "Sizes",
     "attention_problem",
     "block_sides",
+    "fresh_results",
     "key_grid",
     "result_strides",
     "row_grid",
@@ -109,20 +110,34 @@ class Sizes(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Problem:
-    """The two tuples of one call."""
-
-    arrays: Arrays
-    sizes: Sizes
-
-
-@dataclass(frozen=True)
 class Grid:
     """Where blocks of rows, or of keys, lie in a one-dimensional grid: ``plan`` [segments + 1] when packed, else ``per_item`` blocks."""
 
     plan: Tensor | None
     per_item: int
     programs: int
+
+
+@dataclass(frozen=True)
+class Problem:
+    """The two tuples of one call."""
+
+    arrays: Arrays
+    sizes: Sizes
+
+    def on(self, grid: Grid) -> tuple[Any, ...]:
+        """The first arguments of a kernel over ``grid``: ``arrays``, ``sizes``, ``plan`` and ``per_item``."""
+        return self.arrays, self.sizes.encoded, grid.plan, grid.per_item
+
+
+def fresh_results(inputs: AttentionInputs, out_dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Memory of out, LSE, row maximum and row sum. Packed, it holds the values of rows outside the segments, which belong to no program."""
+    device, fills = inputs.q.device, (-torch.inf, -torch.inf, 0.0)
+    if not inputs.packed:
+        lse, row_max, row_sum = (torch.empty(inputs.row_shape, dtype=torch.float32, device=device) for _ in fills)
+        return torch.empty(inputs.out_shape, dtype=out_dtype, device=device), lse, row_max, row_sum
+    lse, row_max, row_sum = (torch.full(inputs.row_shape, fill, dtype=torch.float32, device=device) for fill in fills)
+    return torch.zeros(inputs.out_shape, dtype=out_dtype, device=device), lse, row_max, row_sum
 
 
 def attention_problem(inputs: AttentionInputs, *, columns_first: bool = False) -> Problem:

@@ -14,22 +14,21 @@ from torch import Tensor
 from attn_triton import _attention_launch as forward_launch
 from attn_triton import _qat_kernel as kernel
 from attn_triton import _qat_sm90_launch
-from attn_triton._attention_backward_launch import CONFIGS, SELECTIONS, Columns, _Backward, _gradient, _padded, _turned
-from attn_triton._configuration import on_device
+from attn_triton._attention_backward_launch import CONFIGS, SELECTIONS, Columns, _Backward, _gradient, _turned
+from attn_triton._configuration import on_device, padded
 from attn_triton._nvfp4_launch import Operands, constant_scales, operands
-from attn_triton._problem import Problem, attention_problem, key_grid, result_strides, row_grid
+from attn_triton._problem import Problem, attention_problem, fresh_results, key_grid, result_strides, row_grid
 from attn_triton._products_launch import qk_gemm_forward
 from attn_triton._softmax_kernel import INTERPRETED
 
 __all__ = ["p_scales", "qat_backward", "qat_forward"]
 
-_OF_ONE = 2688.0
 Saved = tuple[Tensor, Tensor, Tensor, Tensor]
 
 
 def p_scales(config: QATConfig) -> tuple[float, float]:
-    """Outer scales of P: of a row they are those of its largest exponential, which is 1."""
-    return constant_scales(_OF_ONE if config.p_outer == "row" else config.p_outer)
+    """Outer scales of P."""
+    return constant_scales(config.p_scale)
 
 
 def qat_forward(inputs: AttentionInputs, config: QATConfig, contract: str) -> Saved:
@@ -37,13 +36,7 @@ def qat_forward(inputs: AttentionInputs, config: QATConfig, contract: str) -> Sa
     if contract == _qat_sm90_launch.CONTRACT:
         return _qat_sm90_launch.qat_forward(inputs, config, p_scales(config))
     q = inputs.q
-    out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
-    lse, row_max, row_sum = (torch.empty(inputs.row_shape, dtype=torch.float32, device=q.device) for _ in range(3))
-    if inputs.packed:  # rows outside the segments belong to no program
-        out.zero_()
-        lse.fill_(-torch.inf)
-        row_max.fill_(-torch.inf)
-        row_sum.zero_()
+    out, lse, row_max, row_sum = fresh_results(inputs, q.dtype)
     if lse.numel() == 0:
         return out, lse, row_max, row_sum
     with on_device(q):
@@ -87,38 +80,24 @@ def _mean_scores(inputs: AttentionInputs, mean: Tensor, k: Tensor) -> Tensor:
 def _outputs(
     call: _Call, problem: Problem, configs: forward_launch.ForwardConfigs, dot: bool, row_max: Tensor, row_sum: Tensor, out: Tensor
 ) -> None:
-    columns = _padded(out.shape[-1])
-    config = configs.outputs_of(columns)
-    grid = row_grid(call.inputs, problem.sizes, config.rows)
+    launches = configs.output_launches(out.shape[-1])
+    grid = row_grid(call.inputs, problem.sizes, launches[0].config.rows)
     if grid.programs == 0:
         return
     spoiled = torch.empty(grid.programs, dtype=torch.int32, device=out.device)
-    width = forward_launch._SELECT_COLUMNS
-    launches = [(config, columns, 0, False)]
-    launches += [(configs.select, min(columns, width), first, True) for first in range(0, out.shape[-1], width)]
-    for config, width, first, select in launches:
-        part = slice(first, first + width)
-        values = call.inputs.v[..., part]
+    for launch in launches:
         kernel.qat_outputs[(grid.programs,)](
-            problem.arrays._replace(v=values, value_dim=values.shape[-1]),
-            problem.sizes.encoded,
-            grid.plan,
-            grid.per_item,
+            *launch.problem(problem, call.inputs.v).on(grid),
             row_max,
             row_sum,
             *p_scales(call.config),
-            out[..., part],
+            out[..., launch.part],
             *result_strides(out, call.inputs.packed),
             spoiled,
-            ROWS=config.rows,
-            KEYS=config.keys,
-            COLUMNS=width,
-            CHUNK=config.chunk,
             QUANTIZE=call.config.quantize_p,
-            SELECT=select,
             DOT=dot,
             INTEGER_ROUNDING=INTERPRETED,
-            **config.options,
+            **launch.options,
         )
 
 
@@ -193,7 +172,7 @@ def _value_sums(call: _Call, passes: _Backward, dv: Tensor) -> None:
             spoiled,
             ROWS=config.others,
             KEYS=config.owners,
-            COLUMNS=_padded(width),
+            COLUMNS=padded(width),
             CHUNK=config.chunk,
             QUANTIZE=call.config.quantize_p,
             SELECT=select,

@@ -15,8 +15,17 @@ from attn_triton._device_function import device_function
 from attn_triton._nvfp4_sm90_kernel import p_along_columns, p_along_rows
 from attn_triton._scores_kernel import row_values
 from attn_triton._sm90_arithmetic_kernel import LN2, LOG2E, add_rn, class_sums, ex2, row_sum, tree_sum, zero_if_dead
-from attn_triton._sm90_backward_kernel import PAD, _line, _row_block, _rows_of_queries, _store_block
-from attn_triton._sm90_forward_kernel import _sinks, find_block, key_block, key_tiles, query_block
+from attn_triton._sm90_backward_kernel import (
+    exponent_origin,
+    first_seeing,
+    line_of,
+    own_keys,
+    queries_of_head,
+    row_block,
+    store_block,
+    store_keys,
+)
+from attn_triton._sm90_forward_kernel import find_block, key_block, key_tiles, query_block, sinks_of
 from attn_triton._visibility_kernel import again, rows_at, sizes_of
 
 __all__ = ["qat_forward", "qat_key_gradients", "qat_query_gradients", "qat_row_values"]
@@ -25,7 +34,6 @@ NEGATIVE_INFINITY = tl.constexpr(float("-inf"))
 INFINITY = tl.constexpr(float("inf"))
 N = tl.constexpr(128)
 CLASSES = tl.constexpr(8)
-FAR = tl.constexpr(1 << 30)
 
 
 @device_function
@@ -37,7 +45,7 @@ def _seen(rows, tile):
 @device_function
 def _scores(q, k_tiles, item, kv_head, rows, tile, MASKED: tl.constexpr, D: tl.constexpr, PACKED: tl.constexpr):
     """Unscaled scores [M, N] of a key tile, -inf where masked."""
-    s = tl.dot(q, key_block(k_tiles, item, kv_head, tile * N, N, D, PACKED).T)
+    s = tl.dot(q, key_block(k_tiles, item, kv_head, tile * N, N, D, PACKED, False).T)
     if MASKED:
         s = tl.where(_seen(rows, tile), s, NEGATIVE_INFINITY)
     return s
@@ -56,9 +64,7 @@ def _output_tile(
         p = p_along_columns(p, encode, decode, q.dtype)
         if MASKED:
             p = tl.where(_seen(rows, tile), p, 0.0)
-    v = key_block(v_tiles, item, kv_head, tile * N, N, D, PACKED)
-    if MASKED and GARBAGE:
-        v = tl.where(((tile * N + tl.arange(0, N)) < item.used)[:, None], v, 0.0)
+    v = key_block(v_tiles, item, kv_head, tile * N, N, D, PACKED, GARBAGE)
     return classes, tl.dot(p.to(v.dtype), v, o)
 
 
@@ -103,7 +109,7 @@ def qat_forward(
         s = _scores(q, k_tiles, item, kv_head, rows, tile, True, D, PACKED)
         top = tl.maximum(top, tl.max(s, axis=1))
     n = top * c
-    sink = _sinks(arrays, rows)
+    sink = sinks_of(arrays, rows)
     if sink is not None:
         n = tl.maximum(n, sink * LOG2E)
     z = zero_if_dead(n)
@@ -127,7 +133,7 @@ def qat_forward(
         empty = sink
     divisor = tl.where(dead, 1.0, total)
     values = tl.where(dead[:, None], 0.0, o * tl.div_rn(tl.full((ROWS,), decode, tl.float32), divisor)[:, None])
-    _store_block(out, out_batch, out_head, out_row, item, rows, values, D)
+    store_block(out, out_batch, out_head, out_row, item, rows, values, D)
     at = row_values(arrays, sizes, item, rows)
     tl.store(lse + at, tl.where(dead, empty, tl.fma(n, LN2, _ln(divisor))), mask=rows.present)
     tl.store(row_max + at, n, mask=rows.present)
@@ -141,9 +147,7 @@ def _delta_tile(
 ):  # fmt: skip
     """Class sums of P * dP after one more tile."""
     s = _scores(q, k_tiles, item, kv_head, rows, tile, MASKED, D, PACKED)
-    v = key_block(v_tiles, item, kv_head, tile * N, N, D, PACKED)
-    if MASKED and GARBAGE:
-        v = tl.where(((tile * N + tl.arange(0, N)) < item.used)[:, None], v, 0.0)
+    v = key_block(v_tiles, item, kv_head, tile * N, N, D, PACKED, GARBAGE)
     terms = (ex2(tl.fma(s, c, -z[:, None])) * inverse[:, None]) * tl.dot(do, v.T)
     if MASKED:
         terms = tl.where(_seen(rows, tile), terms, 0.0)
@@ -184,7 +188,7 @@ def qat_row_values(
     PACKED: tl.constexpr,
     GARBAGE: tl.constexpr,
 ):
-    """The values of rows that the backward reads: n (+inf where dead), 1 / l, dec / l, delta and ``RN(LSE * log2 e)`` (+inf where dead).
+    """The values of rows that the backward reads: n (+inf where dead), 1 / l, dec / l, delta and ``exponent_origin``.
 
     HIGH: delta is the sum of P * dP; otherwise that of dO * out.
     """
@@ -201,7 +205,7 @@ def qat_row_values(
     inverse = tl.where(empty, 0.0, tl.div_rn(tl.full((ROWS,), 1.0, tl.float32), divisor))
     decoder = tl.where(empty, 0.0, tl.div_rn(tl.full((ROWS,), decode, tl.float32), divisor))
     z = tl.where(n == NEGATIVE_INFINITY, INFINITY, n)
-    do = _row_block(dout, dout_batch, dout_head, dout_row, item, rows, D)
+    do = row_block(dout, dout_batch, dout_head, dout_row, item, rows, D)
     if HIGH:
         _, begin, full_end, end = key_tiles(rows, tl.full([], 0, tl.int32), N)
         q = query_block(arrays, item, rows, D)
@@ -214,17 +218,17 @@ def qat_row_values(
             )
         delta = row_sum(classes, ROWS)
     else:
-        o = _row_block(out, out_batch, out_head, out_row, item, rows, D)
+        o = row_block(out, out_batch, out_head, out_row, item, rows, D)
         delta = tree_sum(do.to(tl.float32) * o.to(tl.float32), ROWS, D)
     if dlse is not None:
         delta = delta - tl.load(dlse + at, mask=rows.present, other=0.0)
-    origin = tl.load(lse + at, mask=rows.present, other=0.0) * LOG2E
-    into = _line(sizes, item, rows.head, PACKED) * PAD + rows.query
+    origin = exponent_origin(lse, at, rows.present)
+    into = line_of(sizes, item, rows.head, PACKED) + rows.query
     tl.store(maxima + into, z, mask=rows.present)
     tl.store(inverses + into, inverse, mask=rows.present)
     tl.store(decoders + into, decoder, mask=rows.present)
     tl.store(deltas + into, delta, mask=rows.present)
-    tl.store(origins + into, tl.where(origin == NEGATIVE_INFINITY, INFINITY, origin), mask=rows.present)
+    tl.store(origins + into, origin, mask=rows.present)
 
 
 @device_function
@@ -233,22 +237,17 @@ def _query_tile(
     MASKED: tl.constexpr, SAME: tl.constexpr, PACKED: tl.constexpr, GARBAGE: tl.constexpr
 ):  # fmt: skip
     """The sum for dq after one more key tile: a product of its own, then one rounded addition."""
-    stored = tile * N + tl.arange(0, N)
-    k = key_block(k_tiles, item, kv_head, tile * N, N, D, PACKED)
-    if MASKED and GARBAGE:
-        k = tl.where((stored < item.used)[:, None], k, 0.0)
+    k = key_block(k_tiles, item, kv_head, tile * N, N, D, PACKED, GARBAGE)
     s = tl.dot(q, k.T)
-    v = key_block(v_tiles, item, kv_head, tile * N, N, D, PACKED)
+    v = key_block(v_tiles, item, kv_head, tile * N, N, D, PACKED, False)
     dp = tl.dot(do, v.T)
     ds = (ex2(tl.fma(s, c, -z[:, None])) * inverse[:, None]) * (dp - delta[:, None])
     if MASKED:
-        ds = tl.where(stored[None, :] < rows.upper[:, None], ds, 0.0)
+        ds = tl.where(_seen(rows, tile), ds, 0.0)
     if SAME:
         b = k
     else:
-        b = key_block(b_tiles, item, kv_head, tile * N, N, D, PACKED)
-        if MASKED and GARBAGE:
-            b = tl.where((stored < item.used)[:, None], b, 0.0)
+        b = key_block(b_tiles, item, kv_head, tile * N, N, D, PACKED, GARBAGE)
     return add_rn(acc, tl.dot(ds.to(b.dtype), b))
 
 
@@ -287,12 +286,12 @@ def qat_query_gradients(
         return
     rows = rows_at(arrays, sizes, item, kv_head, block * ROWS, ROWS)
     _, begin, full_end, end = key_tiles(rows, tl.full([], 0, tl.int32), N)
-    at = _line(sizes, item, rows.head, PACKED) * PAD + rows.query
+    at = line_of(sizes, item, rows.head, PACKED) + rows.query
     z = tl.load(maxima + at, mask=rows.present, other=INFINITY)
     inverse = tl.load(inverses + at, mask=rows.present, other=0.0)
     delta = tl.load(deltas + at, mask=rows.present, other=0.0)
     q = query_block(arrays, item, rows, D)
-    do = _row_block(dout, dout_batch, dout_head, dout_row, item, rows, D)
+    do = row_block(dout, dout_batch, dout_head, dout_row, item, rows, D)
     acc = tl.zeros((ROWS, D), tl.float32)
     for tile in tl.range(begin, full_end, num_stages=STAGES):
         acc = _query_tile(
@@ -303,7 +302,7 @@ def qat_query_gradients(
             q, do, k_tiles, b_tiles, v_tiles, item, kv_head, rows, tile, z, inverse, delta, acc, c, ROWS, D, True, SAME, PACKED, GARBAGE
         )
     rows = rows_at(arrays, sizes, item, kv_head, again(block, True) * ROWS, ROWS)
-    _store_block(dq, dq_batch, dq_head, dq_row, item, rows, acc * sizes.scale, D)
+    store_block(dq, dq_batch, dq_head, dq_row, item, rows, acc * sizes.scale, D)
 
 
 @triton.jit(do_not_specialize=["per_item", "encode", "decode"])
@@ -350,17 +349,10 @@ def qat_key_gradients(
         return
     first_key = (block * KEYS).to(tl.int32)
     key = first_key + tl.arange(0, KEYS)
-    inside = key < item.keys
-    at = item.batch * arrays.k_batch + kv_head * arrays.k_head + (item.first_key + key) * arrays.k_row
-    k = tl.load((arrays.k + at)[:, None] + tl.arange(0, D)[None, :] * arrays.k_column, mask=inside[:, None], other=0.0)
-    at = item.batch * arrays.v_batch + kv_head * arrays.v_head + (item.first_key + key) * arrays.v_row
-    v = tl.load((arrays.v + at)[:, None] + tl.arange(0, D)[None, :] * arrays.v_column, mask=inside[:, None], other=0.0)
-    queries = item.queries.to(tl.int64)
-    last_key = tl.minimum(first_key + KEYS, item.used) - 1
-    begin = tl.minimum(tl.maximum(first_key - sizes.right - item.offset, 0), queries)
-    end = tl.where(last_key < first_key, begin, queries)
-    full_begin = tl.minimum(tl.maximum(last_key - sizes.right - item.offset, 0), queries).to(tl.int32)
-    below = tl.minimum(tl.maximum(item.offset + sizes.right - first_key, -FAR), FAR).to(tl.int32)
+    k = own_keys(arrays.k, arrays.k_batch, arrays.k_head, arrays.k_row, arrays.k_column, item, kv_head, key, D)
+    v = own_keys(arrays.v, arrays.v_batch, arrays.v_head, arrays.v_row, arrays.v_column, item, kv_head, key, D)
+    last_key, begin, full_begin, below = first_seeing(sizes, item, first_key, KEYS)
+    end = tl.where(last_key < first_key, begin, item.queries.to(tl.int64))
     partial = first_key + KEYS > item.keys
     low, high = begin.to(tl.int32) // ROWS, (end.to(tl.int32) + ROWS - 1) // ROWS
     scale_up, scale_down = tl.full([1, 1], encode, tl.float32), tl.full([1, 1], decode, tl.float32)
@@ -368,21 +360,18 @@ def qat_key_gradients(
     dv_sum = tl.zeros((KEYS, D), tl.float32)
     for member in range(0, sizes.group):
         head = kv_head * sizes.group + member
-        line = _line(sizes, item, head, PACKED) * PAD
-        q_row_0 = arrays.q + head * arrays.q_head + item.first_query * arrays.q_row
-        b_row_0 = b + head * arrays.q_head + item.first_query * arrays.q_row
-        dout_row_0 = dout + head * dout_head + item.first_query * dout_row
+        line = line_of(sizes, item, head, PACKED)
         for step in tl.range(low, high, num_stages=STAGES):
             first = step * ROWS
             query = first + tl.arange(0, ROWS)
             present = query < item.queries
-            q = _rows_of_queries(q_tiles, q_row_0, arrays.q_row, item, head, first, present, ROWS, D, PACKED)
+            q = queries_of_head(q_tiles, arrays.q, arrays.q_head, arrays.q_row, item, head, first, present, ROWS, D, PACKED)
             s = tl.dot(k, q.T)
             e = ex2(tl.fma(s, c, -tl.load(maxima + line + query)[None, :]))
             if MASKED and first < full_begin:
                 e = tl.where(tl.arange(0, KEYS)[:, None] - query[None, :] <= below, e, 0.0)
             if partial:
-                e = tl.where(inside[:, None], e, 0.0)
+                e = tl.where((key < item.keys)[:, None], e, 0.0)
             w = e
             if QUANTIZE:
                 w = p_along_rows(e, scale_up, scale_down)
@@ -391,18 +380,15 @@ def qat_key_gradients(
             w = w * tl.load(decoders + line + query)[None, :]
             if QUANTIZE and MASKED and first < full_begin:
                 w = tl.where(tl.arange(0, KEYS)[:, None] - query[None, :] <= below, w, 0.0)
-            do = _rows_of_queries(dout_tiles, dout_row_0, dout_row, item, head, first, present, ROWS, D, PACKED)
+            do = queries_of_head(dout_tiles, dout, dout_head, dout_row, item, head, first, present, ROWS, D, PACKED)
             dv_sum = tl.dot(w.to(do.dtype), do, dv_sum)
             dp = tl.dot(v, do.T)
             p = e * tl.load(inverses + line + query)[None, :]
             ds = p * (dp - tl.load(deltas + line + query)[None, :])
             right = q
             if not SAME:
-                right = _rows_of_queries(b_tiles, b_row_0, arrays.q_row, item, head, first, present, ROWS, D, PACKED)
+                right = queries_of_head(b_tiles, b, arrays.q_head, arrays.q_row, item, head, first, present, ROWS, D, PACKED)
             dk_sum = tl.dot(ds.to(q.dtype), right, dk_sum)
     key = (again(block, True) * KEYS).to(tl.int32) + tl.arange(0, KEYS)
-    into = item.batch * d_batch + kv_head * d_head + (item.first_key + key) * d_row
-    into = into[:, None] + tl.arange(0, D)[None, :]
-    inside = (key < item.keys)[:, None]
-    tl.store(dk + into, (dk_sum * sizes.scale).to(dk.dtype.element_ty), mask=inside)
-    tl.store(dv + into, dv_sum.to(dv.dtype.element_ty), mask=inside)
+    store_keys(dk, d_batch, d_head, d_row, item, kv_head, key, dk_sum * sizes.scale, D)
+    store_keys(dv, d_batch, d_head, d_row, item, kv_head, key, dv_sum, D)

@@ -14,9 +14,9 @@ from torch import Tensor
 from attn_triton import _qat_sm90_kernel as kernel
 from attn_triton._configuration import on_device
 from attn_triton._nvfp4_launch import operands
-from attn_triton._problem import Problem, attention_problem, key_grid, result_strides, row_grid
+from attn_triton._problem import Problem, attention_problem, fresh_results, key_grid, result_strides, row_grid
 from attn_triton._remembered_launch import Launches
-from attn_triton._sm90_backward_launch import _Backward, _row_values
+from attn_triton._sm90_backward_launch import fresh_gradients, row_workspace, sink_gradients, with_unit_columns
 from attn_triton._sm90_configuration import TileConfig
 from attn_triton._sm90_launch import rows_of_tiles
 
@@ -50,13 +50,7 @@ def _traits(inputs: AttentionInputs) -> dict[str, Any]:
 def qat_forward(inputs: AttentionInputs, config: QATConfig, scales: tuple[float, float]) -> Saved:
     """out, LSE, and n and l with the sink (float32, ``inputs.row_shape``). ``scales`` are the outer scales of P."""
     q, factor = inputs.q, score_factor(inputs.scale)
-    out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
-    lse, row_max, row_sum = (torch.empty(inputs.row_shape, dtype=torch.float32, device=q.device) for _ in range(3))
-    if inputs.packed:  # rows outside the segments belong to no program
-        out.zero_()
-        lse.fill_(-torch.inf)
-        row_max.fill_(-torch.inf)
-        row_sum.zero_()
+    out, lse, row_max, row_sum = fresh_results(inputs, q.dtype)
     if lse.numel() == 0:
         return out, lse, row_max, row_sum
     with on_device(q):
@@ -66,10 +60,7 @@ def qat_forward(inputs: AttentionInputs, config: QATConfig, scales: tuple[float,
         grid = row_grid(call, problem.sizes, launch.owners)
         if grid.programs:
             kernel.qat_forward[(grid.programs,)](
-                problem.arrays,
-                problem.sizes.encoded,
-                grid.plan,
-                grid.per_item,
+                *problem.on(grid),
                 *(rows_of_tiles(tensor, call.packed, key_tile(call.k.shape[-1])) for tensor in (call.k, call.v)),
                 factor,
                 *_scales(config, scales),
@@ -93,7 +84,7 @@ def _scales(config: QATConfig, scales: tuple[float, float]) -> tuple[float, floa
 
 @dataclass(frozen=True)
 class _Pass:
-    """One backward: ``call`` has the operands of the scores, ``back`` those of the gradients; workspace as in ``_row_values``."""
+    """One backward: ``call`` has the operands of the scores, ``back`` those of the gradients; workspace as in ``row_workspace``."""
 
     call: AttentionInputs
     back: AttentionInputs
@@ -121,10 +112,7 @@ class _Pass:
         if grid.programs == 0:
             return
         kernel.qat_row_values[(grid.programs,)](
-            self.problem.arrays,
-            self.problem.sizes.encoded,
-            grid.plan,
-            grid.per_item,
+            *self.problem.on(grid),
             *self._tiles(self.call.k, self.back.v),
             self.factor,
             self.scales[1],
@@ -152,10 +140,7 @@ class _Pass:
         if grid.programs == 0 or dq.numel() == 0:
             return
         kernel.qat_query_gradients[(grid.programs,)](
-            self.problem.arrays,
-            self.problem.sizes.encoded,
-            grid.plan,
-            grid.per_item,
+            *self.problem.on(grid),
             *self._tiles(self.call.k, self.back.k, self.back.v),
             self.factor,
             self.dout,
@@ -174,8 +159,10 @@ class _Pass:
 
     def key_gradients(self, dk: Tensor, dv: Tensor) -> None:
         launch, packed = self.configs.keys, self.call.packed
+        same = self.back.q is self.call.q
         # Rows of q and of its other form are read with the same strides.
-        q, b = self.call.q.contiguous(), self.back.q.contiguous()
+        q = self.call.q.contiguous()
+        b = q if same else self.back.q.contiguous()
         call = replace(self.call, q=q, v=self.back.v)
         problem = attention_problem(call)
         grid = key_grid(call, problem.sizes, launch.owners)
@@ -184,10 +171,7 @@ class _Pass:
         tiles = (None,) * 3 if packed else tuple(rows_of_tiles(tensor, False, launch.others) for tensor in (q, b, self.dout))
         _, dout_head, dout_row = result_strides(self.dout, packed)
         kernel.qat_key_gradients[(grid.programs,)](
-            problem.arrays,
-            problem.sizes.encoded,
-            grid.plan,
-            grid.per_item,
+            *problem.on(grid),
             *tiles,
             b,
             self.factor,
@@ -207,7 +191,7 @@ class _Pass:
             D=call.q.shape[-1],
             STAGES=launch.stages,
             QUANTIZE=self.config.quantize_p,
-            SAME=self.back.q is self.call.q,
+            SAME=same,
             MASKED=call.causal,
             PACKED=packed,
             **launch.options,
@@ -224,12 +208,7 @@ def qat_backward(
     needs: frozenset[str],
 ) -> dict[str, Tensor]:
     """Gradients of the names in ``needs`` (q, k, v, sinks), each fresh, contiguous, with the shape and dtype of its input."""
-    make = torch.zeros if inputs.packed else torch.empty  # packed rows outside the segments belong to no program
-    pair = ("k", "v") if needs & {"k", "v"} else ()
-    found: dict[str, Tensor] = {}
-    for name in (*(name for name in ("q", "sinks") if name in needs), *pair):
-        tensor: Tensor = getattr(inputs, name)
-        found[name] = make(tensor.shape, dtype=tensor.dtype, device=tensor.device)
+    found = fresh_gradients(inputs, needs)
     if any(gradient.numel() for gradient in found.values()):
         with on_device(inputs.q):
             _run(inputs, config, scales, dout, dlse, saved, found)
@@ -245,15 +224,13 @@ def _run(
     saved: Saved,
     found: dict[str, Tensor],
 ) -> None:
-    dout = dout.to(inputs.q.dtype)
-    if dout.stride(-1) != 1:
-        dout = dout.contiguous()
+    dout = with_unit_columns(dout, inputs.q.dtype)
     parts = operands(inputs, config, inputs.q.dtype)
     call = replace(inputs, q=parts.q.quantized, k=parts.k.quantized, v=parts.v.quantized)
     back = replace(inputs, q=parts.q.backward(config), k=parts.k.backward(config), v=parts.v.backward(config))
     problem = attention_problem(call)
-    maxima, origins = (_row_values(inputs, torch.inf) for _ in range(2))
-    inverses, decoders, deltas = (_row_values(inputs, 0.0) for _ in range(3))
+    maxima, origins = (row_workspace(inputs, torch.inf) for _ in range(2))
+    inverses, decoders, deltas = (row_workspace(inputs, 0.0) for _ in range(3))
     work = _Pass(
         call, back, problem, dout, config, _scales(config, scales), score_factor(inputs.scale), maxima, inverses, decoders, deltas, origins
     )
@@ -264,4 +241,4 @@ def _run(
         work.key_gradients(found["k"], found["v"])
     if "sinks" in found:
         items = torch.empty((problem.sizes.batch, inputs.q.shape[1]), dtype=torch.float32, device=inputs.q.device)
-        _Backward(Launches(), inputs, problem, dout, origins, deltas, None, ()).sink_gradients(found["sinks"], items)
+        sink_gradients(Launches(), problem, inputs.packed, origins, deltas, items, found["sinks"])

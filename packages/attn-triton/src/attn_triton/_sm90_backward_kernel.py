@@ -24,6 +24,14 @@ __all__ = [
     "attention_query_gradients",
     "attention_sink_items",
     "attention_sinks",
+    "exponent_origin",
+    "first_seeing",
+    "line_of",
+    "own_keys",
+    "queries_of_head",
+    "row_block",
+    "store_block",
+    "store_keys",
 ]
 
 NEGATIVE_INFINITY = tl.constexpr(float("-inf"))
@@ -37,29 +45,37 @@ FAR = tl.constexpr(1 << 30)
 
 
 @device_function
-def _line(sizes, item, head, PACKED: tl.constexpr):
-    """Where the row values of the item's queries of ``head`` begin in the workspace, in units of PAD: every item begins a unit.
+def line_of(sizes, item, head, PACKED: tl.constexpr):
+    """Where the row values of the item's queries of ``head`` begin in the workspace: at a multiple of PAD.
 
     The workspace holds the values of no query (+inf and 0) after those of an item, so that blocks of queries are read without a mask.
     """
     heads = sizes.kv_heads.to(tl.int64) * sizes.group
     if PACKED:
         units = (sizes.queries + PAD - 1) // PAD + sizes.batch + 1
-        line = head * units + (item.first_query // PAD + item.batch)
+        unit = head * units + (item.first_query // PAD + item.batch)
     else:
-        line = (item.batch * heads + head) * ((sizes.queries + PAD - 1) // PAD)
-    return line
+        unit = (item.batch * heads + head) * ((sizes.queries + PAD - 1) // PAD)
+    return unit * PAD
 
 
 @device_function
-def _row_block(tensor, batch_stride, head_stride, row_stride, item, rows, D: tl.constexpr):
+def exponent_origin(lse, at, present):
+    """``RN(LSE * log2 e)`` [M], what the exponents of a row are taken from; +inf for a dead row."""
+    origin = tl.load(lse + at, mask=present, other=0.0) * LOG2E
+    return tl.where(origin == NEGATIVE_INFINITY, INFINITY, origin)
+
+
+@device_function
+def row_block(tensor, batch_stride, head_stride, row_stride, item, rows, D: tl.constexpr):
     """[M, D] of a tensor like q with unit stride; absent rows are +0."""
     at = item.batch * batch_stride + rows.head * head_stride + (item.first_query + rows.query) * row_stride
     return tl.load((tensor + at)[:, None] + tl.arange(0, D)[None, :], mask=rows.present[:, None], other=0.0)
 
 
 @device_function
-def _store_block(tensor, batch_stride, head_stride, row_stride, item, rows, values, D: tl.constexpr):
+def store_block(tensor, batch_stride, head_stride, row_stride, item, rows, values, D: tl.constexpr):
+    """``values`` [M, D] to a tensor like q with unit stride."""
     at = item.batch * batch_stride + rows.head * head_stride + (item.first_query + rows.query) * row_stride
     tl.store((tensor + at)[:, None] + tl.arange(0, D)[None, :], values.to(tensor.dtype.element_ty), mask=rows.present[:, None])
 
@@ -86,22 +102,22 @@ def attention_delta(
     D: tl.constexpr,
     PACKED: tl.constexpr,
 ):
-    """delta, and ``origin``, the exponents' reference ``RN(LSE * log2 e)`` (+inf for a dead row), in the workspace."""
+    """delta and ``origin`` (``exponent_origin``), in the workspace."""
     sizes = sizes_of(sizes)
     item, kv_head, block = find_block(arrays, sizes, plan, per_item, tl.program_id(0), True)
     if block < 0:
         return
     rows = rows_at(arrays, sizes, item, kv_head, block * ROWS, ROWS)
-    d = _row_block(dout, dout_batch, dout_head, dout_row, item, rows, D).to(tl.float32)
-    o = _row_block(out, out_batch, out_head, out_row, item, rows, D).to(tl.float32)
+    d = row_block(dout, dout_batch, dout_head, dout_row, item, rows, D).to(tl.float32)
+    o = row_block(out, out_batch, out_head, out_row, item, rows, D).to(tl.float32)
     total = tree_sum(d * o, ROWS, D)
     at = row_values(arrays, sizes, item, rows)
     if dlse is not None:
         total = total - tl.load(dlse + at, mask=rows.present, other=0.0)
-    reference = tl.load(lse + at, mask=rows.present, other=0.0) * LOG2E
-    at = _line(sizes, item, rows.head, PACKED) * PAD + rows.query
+    reference = exponent_origin(lse, at, rows.present)
+    at = line_of(sizes, item, rows.head, PACKED) + rows.query
     tl.store(delta + at, total, mask=rows.present)
-    tl.store(origin + at, tl.where(reference == NEGATIVE_INFINITY, INFINITY, reference), mask=rows.present)
+    tl.store(origin + at, reference, mask=rows.present)
 
 
 @device_function
@@ -111,16 +127,14 @@ def _query_tile(
 ):  # fmt: skip
     """The sum for dq after one more key tile: a product of its own, then one rounded addition."""
     first = tile * N - phase
-    k = key_block(k_tiles, item, kv_head, first, N, D, PACKED)
-    stored = first + tl.arange(0, N)
-    if MASKED and GARBAGE:
-        k = tl.where((stored < item.used)[:, None], k, 0.0)
+    k = key_block(k_tiles, item, kv_head, first, N, D, PACKED, GARBAGE)
     s = tl.dot(q, k.T)
-    v = key_block(v_tiles, item, kv_head, first, N, D, PACKED)
+    v = key_block(v_tiles, item, kv_head, first, N, D, PACKED, False)
     dp = tl.dot(do, v.T)
     p = ex2(tl.fma(s, c, -origin[:, None]))
     ds = p * (dp - delta[:, None])
     if MASKED:
+        stored = first + tl.arange(0, N)
         seen = stored[None, :] < rows.upper[:, None]
         if WINDOWED:
             seen = seen & (stored[None, :] >= rows.lower[:, None])
@@ -186,11 +200,11 @@ def attention_query_gradients(
         return
     rows = rows_at(arrays, sizes, item, kv_head, block * ROWS, ROWS)
     phase = key_phase(arrays, item)
-    at = _line(sizes, item, rows.head, PACKED) * PAD + rows.query
+    at = line_of(sizes, item, rows.head, PACKED) + rows.query
     origin = tl.load(origins + at, mask=rows.present, other=INFINITY)
     delta = tl.load(deltas + at, mask=rows.present, other=0.0)
     q = query_block(arrays, item, rows, D)
-    do = _row_block(dout, dout_batch, dout_head, dout_row, item, rows, D)
+    do = row_block(dout, dout_batch, dout_head, dout_row, item, rows, D)
     acc = tl.zeros((ROWS, D), tl.float32)
     if gap is None:
         acc = _query_tiles(
@@ -203,15 +217,46 @@ def attention_query_gradients(
                 q, do, k_tiles, v_tiles, item, kv_head, seen, phase, origin, delta, acc, c, N, D, STAGES, WINDOWED, PACKED, GARBAGE
             )
     rows = rows_at(arrays, sizes, item, kv_head, again(block, True) * ROWS, ROWS)
-    _store_block(dq, dq_batch, dq_head, dq_row, item, rows, acc * sizes.scale, D)
+    store_block(dq, dq_batch, dq_head, dq_row, item, rows, acc * sizes.scale, D)
 
 
 @device_function
-def _rows_of_queries(tiles, pointer, row_stride, item, head, first, present, M: tl.constexpr, D: tl.constexpr, PACKED: tl.constexpr):
-    """Queries [first, first + M) of q or dout, [M, D]; rows past the item's end are +0. Packed: by ``pointer``, the item's row 0."""
+def own_keys(tensor, batch_stride, head_stride, row_stride, column_stride, item, kv_head, key, D: tl.constexpr):
+    """Stored keys ``key`` [N] of a tensor like k, [N, D]; those past the item's end are +0."""
+    at = item.batch * batch_stride + kv_head * head_stride + (item.first_key + key) * row_stride
+    present = (key < item.keys)[:, None]
+    return tl.load((tensor + at)[:, None] + tl.arange(0, D)[None, :] * column_stride, mask=present, other=0.0)
+
+
+@device_function
+def store_keys(tensor, batch_stride, head_stride, row_stride, item, kv_head, key, values, D: tl.constexpr):
+    """``values`` [N, D] to the stored keys ``key`` [N] of a tensor like k with unit stride."""
+    at = item.batch * batch_stride + kv_head * head_stride + (item.first_key + key) * row_stride
+    present = (key < item.keys)[:, None]
+    tl.store((tensor + at)[:, None] + tl.arange(0, D)[None, :], values.to(tensor.dtype.element_ty), mask=present)
+
+
+@device_function
+def first_seeing(sizes, item, first_key, KEYS: tl.constexpr):
+    """Who sees the keys [first_key, first_key + KEYS) under the right side of the window: the last of them in use, the first query that
+    sees any (int64), the first that sees all of these, and ``below``: query i sees key ``first_key + x`` iff ``x - i <= below`` (int32)."""
+    queries = item.queries.to(tl.int64)
+    last_key = tl.minimum(first_key + KEYS, item.used) - 1
+    some = tl.minimum(tl.maximum(first_key - sizes.right - item.offset, 0), queries)
+    every = tl.minimum(tl.maximum(last_key - sizes.right - item.offset, 0), queries).to(tl.int32)
+    below = tl.minimum(tl.maximum(item.offset + sizes.right - first_key, -FAR), FAR).to(tl.int32)
+    return last_key, some, every, below
+
+
+@device_function
+def queries_of_head(
+    tiles, tensor, head_stride, row_stride, item, head, first, present, M: tl.constexpr, D: tl.constexpr, PACKED: tl.constexpr
+):  # fmt: skip
+    """Queries [first, first + M) of q or dout, [M, D], from ``tiles`` or, packed, from ``tensor``; rows past the item's end are +0."""
     if PACKED:
+        row = tensor + head * head_stride + item.first_query * row_stride
         at = (first + tl.arange(0, M)).to(tl.int64) * row_stride
-        block = tl.load((pointer + at)[:, None] + tl.arange(0, D)[None, :], mask=present[:, None], other=0.0)
+        block = tl.load((row + at)[:, None] + tl.arange(0, D)[None, :], mask=present[:, None], other=0.0)
     else:
         block = tl.reshape(tiles.load([item.batch.to(tl.int32), head.to(tl.int32), first, 0]), (M, D))
     return block
@@ -254,20 +299,14 @@ def attention_key_gradients(
         return
     first_key = (block * KEYS).to(tl.int32)
     key = first_key + tl.arange(0, KEYS)
-    inside = key < item.keys
-    at = item.batch * arrays.k_batch + kv_head * arrays.k_head + (item.first_key + key) * arrays.k_row
-    k = tl.load((arrays.k + at)[:, None] + tl.arange(0, D)[None, :] * arrays.k_column, mask=inside[:, None], other=0.0)
-    at = item.batch * arrays.v_batch + kv_head * arrays.v_head + (item.first_key + key) * arrays.v_row
-    v = tl.load((arrays.v + at)[:, None] + tl.arange(0, D)[None, :] * arrays.v_column, mask=inside[:, None], other=0.0)
+    k = own_keys(arrays.k, arrays.k_batch, arrays.k_head, arrays.k_row, arrays.k_column, item, kv_head, key, D)
+    v = own_keys(arrays.v, arrays.v_batch, arrays.v_head, arrays.v_row, arrays.v_column, item, kv_head, key, D)
     # Queries that see a key of the block are [begin, end), those that see all of them [full_begin, full_end).
+    last_key, begin, full_begin, below = first_seeing(sizes, item, first_key, KEYS)
     queries = item.queries.to(tl.int64)
-    last_key = tl.minimum(first_key + KEYS, item.used) - 1
-    begin = tl.minimum(tl.maximum(first_key - sizes.right - item.offset, 0), queries)
     end = tl.minimum(tl.maximum(last_key + sizes.left - item.offset + 1, 0), queries)
     end = tl.where(last_key < first_key, begin, end)
-    full_begin = tl.minimum(tl.maximum(last_key - sizes.right - item.offset, 0), queries).to(tl.int32)
     full_end = tl.minimum(tl.maximum(first_key + sizes.left - item.offset + 1, 0), queries).to(tl.int32)
-    below = tl.minimum(tl.maximum(item.offset + sizes.right - first_key, -FAR), FAR).to(tl.int32)
     above = tl.minimum(tl.maximum(item.offset - sizes.left - first_key, -FAR), FAR).to(tl.int32)
     low, high = begin.to(tl.int32) // ROWS, (end.to(tl.int32) + ROWS - 1) // ROWS
     if gap is not None:
@@ -277,21 +316,19 @@ def attention_key_gradients(
     dv_sum = tl.zeros((KEYS, D), tl.float32)
     for member in range(0, sizes.group):
         head = kv_head * sizes.group + member
-        line = _line(sizes, item, head, PACKED) * PAD
-        q_row_0 = arrays.q + head * arrays.q_head + item.first_query * arrays.q_row
-        dout_row_0 = dout + head * dout_head + item.first_query * dout_row
+        line = line_of(sizes, item, head, PACKED)
         for step in tl.range(low, high, num_stages=STAGES):
             first = step * ROWS
             query = first + tl.arange(0, ROWS)
             present = query < item.queries
-            q = _rows_of_queries(q_tiles, q_row_0, arrays.q_row, item, head, first, present, ROWS, D, PACKED)
+            q = queries_of_head(q_tiles, arrays.q, arrays.q_head, arrays.q_row, item, head, first, present, ROWS, D, PACKED)
             s = tl.dot(k, q.T)
             origin = tl.load(origins + line + query)
             p = ex2(tl.fma(s, c, -origin[None, :]))
             if MASKED and (first < full_begin) | (first + ROWS > full_end):
                 apart = tl.arange(0, KEYS)[:, None] - query[None, :]
                 p = tl.where((apart <= below) & (apart >= above), p, 0.0)
-            do = _rows_of_queries(dout_tiles, dout_row_0, dout_row, item, head, first, present, ROWS, D, PACKED)
+            do = queries_of_head(dout_tiles, dout, dout_head, dout_row, item, head, first, present, ROWS, D, PACKED)
             dv_sum = tl.dot(p.to(do.dtype), do, dv_sum)
             dp = tl.dot(v, do.T)
             delta = tl.load(deltas + line + query)
@@ -299,16 +336,13 @@ def attention_key_gradients(
             dk_sum = tl.dot(ds.to(q.dtype), q, dk_sum)
     item = item_of(arrays, sizes, again(item.batch, True))
     key = again(first_key.to(tl.int64), True).to(tl.int32) + tl.arange(0, KEYS)
-    into = item.batch * d_batch + kv_head * d_head + (item.first_key + key) * d_row
-    into = into[:, None] + tl.arange(0, D)[None, :]
     used = key < item.used
     if gap is not None:
         gap += item.batch * 2
         used = used & ((key < tl.load(gap)) | (key >= tl.load(gap + 1)))
     used = used[:, None]
-    inside = (key < item.keys)[:, None]
-    tl.store(dk + into, tl.where(used, dk_sum * sizes.scale, 0.0).to(dk.dtype.element_ty), mask=inside)
-    tl.store(dv + into, tl.where(used, dv_sum, 0.0).to(dv.dtype.element_ty), mask=inside)
+    store_keys(dk, d_batch, d_head, d_row, item, kv_head, key, tl.where(used, dk_sum * sizes.scale, 0.0), D)
+    store_keys(dv, d_batch, d_head, d_row, item, kv_head, key, tl.where(used, dv_sum, 0.0), D)
 
 
 @triton.jit
@@ -321,7 +355,7 @@ def attention_sink_items(arrays, sizes, origins, deltas, items, PACKED: tl.const
     head = program - batch * heads
     item = item_of(arrays, sizes, batch)
     logit = tl.load(arrays.sinks + head) * LOG2E
-    line = _line(sizes, item, head, PACKED) * PAD
+    line = line_of(sizes, item, head, PACKED)
     total = tl.full((1,), 0.0, tl.float32)
     for first in range(0, item.queries, TILE):
         query = first + tl.arange(0, TILE)

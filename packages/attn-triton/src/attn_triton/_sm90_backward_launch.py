@@ -18,7 +18,7 @@ from attn_triton._sm90_configuration import CONFIGS, Sm90Config
 from attn_triton._sm90_grid import fill_gap, key_blocks, new_gap, new_plans, row_blocks
 from attn_triton._sm90_launch import check_supported, options_of, problem_of, rows_of_tiles, tensors_of, traits
 
-__all__ = ["attention_backward"]
+__all__ = ["attention_backward", "fresh_gradients", "row_workspace", "sink_gradients", "with_unit_columns"]
 
 _SINK_HEADS = 128
 _KINDS = Kinds()
@@ -26,7 +26,7 @@ _KINDS = Kinds()
 
 @dataclass(frozen=True)
 class _Backward:
-    """One call; ``dout`` has columns side by side, ``origin`` and ``delta`` (``_row_values``), ``gap`` and ``plans`` are workspace."""
+    """One call; ``dout`` has columns side by side, ``origin`` and ``delta`` (``row_workspace``), ``gap`` and ``plans`` are workspace."""
 
     launch: Launches
     inputs: AttentionInputs
@@ -56,10 +56,7 @@ class _Backward:
         self.launch(
             kernel.attention_delta,
             grid.programs,
-            self.problem.arrays,
-            self.problem.sizes.encoded,
-            grid.plan,
-            grid.per_item,
+            *self.problem.on(grid),
             self.dout,
             *result_strides(self.dout, inputs.packed),
             out,
@@ -82,10 +79,7 @@ class _Backward:
         self.launch(
             kernel.attention_query_gradients,
             grid.programs,
-            self.problem.arrays,
-            self.problem.sizes.encoded,
-            grid.plan,
-            grid.per_item,
+            *self.problem.on(grid),
             *(rows_of_tiles(tensor, inputs.packed, key_tile(inputs.k.shape[-1])) for tensor in (inputs.k, inputs.v)),
             self.gap,
             self.factor,
@@ -115,10 +109,7 @@ class _Backward:
         self.launch(
             kernel.attention_key_gradients,
             grid.programs,
-            problem.arrays,
-            problem.sizes.encoded,
-            grid.plan,
-            grid.per_item,
+            *problem.on(grid),
             *tiles,
             self.gap,
             self.factor,
@@ -139,17 +130,31 @@ class _Backward:
             **config.options,
         )
 
-    def sink_gradients(self, dsinks: Tensor, items: Tensor) -> None:
-        """``items`` is float32 workspace [batch, H]."""
-        batch, heads = items.shape
-        if heads == 0:
-            return
-        options = {"num_stages": 1, "enable_fp_fusion": False}
-        if batch:
-            arguments = self.problem.arrays, self.problem.sizes.encoded, self.origin, self.delta, items
-            self.launch(kernel.attention_sink_items, batch * heads, *arguments, PACKED=self.inputs.packed, num_warps=4, **options)
-        programs = triton.cdiv(heads, _SINK_HEADS)
-        self.launch(kernel.attention_sinks, programs, items, dsinks, batch, heads, HEADS=_SINK_HEADS, num_warps=1, **options)
+
+def sink_gradients(launch: Launches, problem: Problem, packed: bool, origin: Tensor, delta: Tensor, items: Tensor, dsinks: Tensor) -> None:
+    """dsinks from the rows' ``origin`` and ``delta`` (``row_workspace``); ``items`` is float32 workspace [batch, H]."""
+    batch, heads = items.shape
+    if heads == 0:
+        return
+    options = {"num_stages": 1, "enable_fp_fusion": False}
+    if batch:
+        arguments = problem.arrays, problem.sizes.encoded, origin, delta, items
+        launch(kernel.attention_sink_items, batch * heads, *arguments, PACKED=packed, num_warps=4, **options)
+    programs = triton.cdiv(heads, _SINK_HEADS)
+    launch(kernel.attention_sinks, programs, items, dsinks, batch, heads, HEADS=_SINK_HEADS, num_warps=1, **options)
+
+
+def fresh_gradients(inputs: AttentionInputs, needs: frozenset[str]) -> dict[str, Tensor]:
+    """Memory of the gradients in ``needs``: k and v together, and zeros for packed rows, of which those outside the segments belong to no
+    program."""
+    pair = frozenset({"k", "v"}) if needs & {"k", "v"} else frozenset()
+    return inputs.gradients(needs | pair, torch.zeros if inputs.packed else torch.empty)
+
+
+def with_unit_columns(dout: Tensor, dtype: torch.dtype) -> Tensor:
+    """``dout`` in ``dtype`` with its columns side by side."""
+    dout = dout.to(dtype)
+    return dout if dout.stride(-1) == 1 else dout.contiguous()
 
 
 def attention_backward(
@@ -161,13 +166,8 @@ def attention_backward(
     lack.
     """
     check_supported(inputs)
-    _check_rows(inputs, dout, dlse, out, lse)
-    make = torch.zeros if inputs.packed else torch.empty  # packed rows outside the segments belong to no program
-    pair = ("k", "v") if needs & {"k", "v"} else ()
-    found: dict[str, Tensor] = {}
-    for name in (*(name for name in ("q", "sinks") if name in needs), *pair):
-        tensor: Tensor = getattr(inputs, name)
-        found[name] = make(tensor.shape, dtype=tensor.dtype, device=tensor.device)
+    inputs.check_shapes({"dout": dout, "out": out}, {"dlse": dlse, "lse": lse})
+    found = fresh_gradients(inputs, needs)
     if any(gradient.numel() for gradient in found.values()):
         with on_device(inputs.q):
             _run(inputs, dout, dlse, out, lse, found)
@@ -176,11 +176,9 @@ def attention_backward(
 
 def _run(inputs: AttentionInputs, dout: Tensor, dlse: Tensor | None, out: Tensor, lse: Tensor, found: dict[str, Tensor]) -> None:
     q = inputs.q
-    dout = dout.to(q.dtype)
-    if dout.stride(-1) != 1:
-        dout = dout.contiguous()
+    dout = with_unit_columns(dout, q.dtype)
     rows = out.contiguous(), lse.contiguous(), None if dlse is None else dlse.to(torch.float32).contiguous()
-    origin, delta = (_row_values(inputs, value) for value in (torch.inf, 0.0))
+    origin, delta = (row_workspace(inputs, value) for value in (torch.inf, 0.0))
     batch = q.shape[0] if inputs.cu_seqlens_q is None else inputs.cu_seqlens_q.numel() - 1
     items = torch.empty((batch, q.shape[1]), dtype=torch.float32, device=q.device) if "sinks" in found else None
     plans, gap = new_plans(inputs, 3), new_gap(inputs)
@@ -200,11 +198,11 @@ def _run(inputs: AttentionInputs, dout: Tensor, dlse: Tensor | None, out: Tensor
     if "k" in found:
         call.key_gradients(found["k"], found["v"])
     if items is not None:
-        call.sink_gradients(found["sinks"], items)
+        sink_gradients(launches, call.problem, inputs.packed, origin, delta, items, found["sinks"])
     _KINDS.keep(kind, launches)
 
 
-def _row_values(inputs: AttentionInputs, of_none: float) -> Tensor:
+def row_workspace(inputs: AttentionInputs, of_none: float) -> Tensor:
     """Workspace for a value of every query, those of an item side by side and followed by ``of_none`` up to a multiple of ROW_PAD."""
     (heads, queries), pad = (inputs.q.shape[1], inputs.q.shape[0 if inputs.packed else 2]), kernel.ROW_PAD
     if inputs.cu_seqlens_q is None:
@@ -214,12 +212,3 @@ def _row_values(inputs: AttentionInputs, of_none: float) -> Tensor:
     else:
         shape = (heads * (-(-queries // pad) + inputs.cu_seqlens_q.numel()) * pad,)
     return torch.full(shape, of_none, dtype=torch.float32, device=inputs.q.device)
-
-
-def _check_rows(inputs: AttentionInputs, dout: Tensor, dlse: Tensor | None, out: Tensor, lse: Tensor) -> None:
-    for name, tensor in (("dout", dout), ("out", out)):
-        if tensor.shape != inputs.q.shape:
-            raise ValueError(f"attention_backward: {name} must have shape {list(inputs.q.shape)}; got {list(tensor.shape)}")
-    for name, row in (("dlse", dlse), ("lse", lse)):
-        if row is not None and row.shape != inputs.row_shape:
-            raise ValueError(f"attention_backward: {name} must have shape {list(inputs.row_shape)}; got {list(row.shape)}")

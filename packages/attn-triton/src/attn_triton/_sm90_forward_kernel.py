@@ -13,7 +13,7 @@ import triton.language as tl
 from attn_triton._device_function import device_function
 from attn_triton._scores_kernel import row_values
 from attn_triton._sm90_arithmetic_kernel import class_sums, empty_state, ex2, finish, merge, row_sum, zero_if_dead
-from attn_triton._visibility_kernel import Rows, again, item_of, rows_at, sizes_of
+from attn_triton._visibility_kernel import Rows, again, item_of, planned, rows_at, sizes_of
 
 __all__ = [
     "SEGMENT_KEYS",
@@ -25,6 +25,8 @@ __all__ = [
     "key_phase",
     "key_tiles",
     "part_of",
+    "query_block",
+    "sinks_of",
 ]
 
 NEGATIVE_INFINITY = tl.constexpr(float("-inf"))
@@ -53,16 +55,9 @@ def find_block(arrays, sizes, plan, per_item, program, LAST_FIRST: tl.constexpr)
         most = tl.maximum(blocks, 1)
         kv_head = program // most
         outer = program - kv_head * most
-        low = tl.full([], 0, tl.int64)
-        high = low + sizes.batch
-        while high - low > 1:  # plan[low] <= outer < plan[high]
-            middle = (low + high) // 2
-            before = tl.load(plan + middle) <= outer
-            low = tl.where(before, middle, low)
-            high = tl.where(before, high, middle)
-        batch = low
-        through = tl.load(plan + low + 1)
-        block = outer - tl.load(plan + low)
+        batch = planned(plan, sizes.batch, outer)
+        through = tl.load(plan + batch + 1)
+        block = outer - tl.load(plan + batch)
         if LAST_FIRST:
             block = through - 1 - outer
         block = tl.where((kv_head < sizes.kv_heads) & (outer < through), block, -1)
@@ -112,13 +107,19 @@ def key_tiles(rows, phase, N: tl.constexpr):
 
 
 @device_function
-def key_block(tiles, item, kv_head, first, N: tl.constexpr, D: tl.constexpr, PACKED: tl.constexpr):
-    """Stored keys [first, first + N) of an item, [N, D], from a descriptor; keys outside the array are +0."""
+def key_block(tiles, item, kv_head, first, N: tl.constexpr, D: tl.constexpr, PACKED: tl.constexpr, GARBAGE: tl.constexpr):
+    """Stored keys [first, first + N) of an item, [N, D], from a descriptor; keys outside the array are +0.
+
+    GARBAGE: rows at or past the end of the item's keys may hold anything, and become +0.
+    """
     if PACKED:
         block = tiles.load([0, kv_head.to(tl.int32), item.first_key.to(tl.int32) + first, 0])
     else:
         block = tiles.load([item.batch.to(tl.int32), kv_head.to(tl.int32), first, 0])
-    return tl.reshape(block, (N, D))
+    block = tl.reshape(block, (N, D))
+    if GARBAGE:
+        block = tl.where(((first + tl.arange(0, N)) < item.used)[:, None], block, 0.0)
+    return block
 
 
 @device_function
@@ -135,10 +136,9 @@ def _tile(
 ):  # fmt: skip
     """A segment's state after one more tile."""
     first = tile * N - phase
-    k = key_block(k_tiles, item, kv_head, first, N, D, PACKED)
-    s = tl.dot(q, k.T)
-    stored = first + tl.arange(0, N)
+    s = tl.dot(q, key_block(k_tiles, item, kv_head, first, N, D, PACKED, False).T)
     if MASKED:
+        stored = first + tl.arange(0, N)
         seen = stored[None, :] < rows.upper[:, None]
         if WINDOWED:
             seen = seen & (stored[None, :] >= rows.lower[:, None])
@@ -148,9 +148,7 @@ def _tile(
     alpha = ex2(n - reference)
     p = ex2(tl.fma(s, c, -reference[:, None]))
     classes = tl.fma(classes, alpha[:, None], class_sums(p, M, N))
-    v = key_block(v_tiles, item, kv_head, first, N, D, PACKED)
-    if MASKED and GARBAGE:
-        v = tl.where((stored < item.used)[:, None], v, 0.0)
+    v = key_block(v_tiles, item, kv_head, first, N, D, PACKED, GARBAGE)
     o = tl.dot(p.to(v.dtype), v, o * alpha[:, None])
     return top, classes, o
 
@@ -208,7 +206,8 @@ def _keys(
 
 
 @device_function
-def _sinks(arrays, rows):
+def sinks_of(arrays, rows):
+    """The sink of each row [M], None without sinks."""
     sink = None
     if arrays.sinks is not None:
         sink = tl.load(arrays.sinks + rows.head, mask=rows.present, other=NEGATIVE_INFINITY)
@@ -271,8 +270,15 @@ def attention_forward(
                 q, k_tiles, v_tiles, item, kv_head, seen, phase, 0, n, total, o, c, ROWS, N, D, STAGES, WINDOWED, PACKED, GARBAGE, True
             )
     rows = rows_at(arrays, sizes, item, kv_head, again(block, True) * ROWS, ROWS)
-    values, logs = finish(n, total, o, _sinks(arrays, rows))
+    values, logs = finish(n, total, o, sinks_of(arrays, rows))
     _store_rows(out, out_batch, out_head, out_row, lse, arrays, sizes, item, rows, values, logs, D)
+
+
+@device_function
+def _rows_of_segment(sizes, PACKED: tl.constexpr):
+    """How many row values the states of one segment have."""
+    rows = sizes.kv_heads.to(tl.int64) * sizes.group * sizes.queries
+    return rows if PACKED else rows * sizes.batch
 
 
 @device_function
@@ -290,10 +296,8 @@ def _store_segment(
         q, k_tiles, v_tiles, item, kv_head, rows, phase, segment * (SEGMENT // N), n, total, o, c, M, N, D, STAGES, WINDOWED, PACKED,
         GARBAGE, False
     )  # fmt: skip
-    heads = sizes.kv_heads.to(tl.int64) * sizes.group
-    every = heads * sizes.queries if PACKED else heads * sizes.queries * sizes.batch
     rows = rows_at(arrays, sizes, item, kv_head, again(block, True) * M, M)
-    at = segment * every + row_values(arrays, sizes, item, rows)
+    at = segment * _rows_of_segment(sizes, PACKED) + row_values(arrays, sizes, item, rows)
     tl.store(parts_n + at, n, mask=rows.present)
     tl.store(parts_sum + at, total, mask=rows.present)
     tl.store((parts_o + at * D)[:, None] + tl.arange(0, D)[None, :], o, mask=rows.present[:, None])
@@ -375,8 +379,7 @@ def attention_merge(
     phase = key_phase(arrays, item)
     begin, _, _, end = key_tiles(rows, phase, N)
     TILES: tl.constexpr = SEGMENT // N
-    heads = sizes.kv_heads.to(tl.int64) * sizes.group
-    every = heads * sizes.queries if PACKED else heads * sizes.queries * sizes.batch
+    every = _rows_of_segment(sizes, PACKED)
     at = row_values(arrays, sizes, item, rows)
     n, _, o = empty_state(ROWS, D)
     total = tl.zeros((ROWS,), tl.float32)
@@ -386,5 +389,5 @@ def attention_merge(
         total_s = tl.load(parts_sum + part, mask=rows.present, other=0.0)
         o_s = tl.load((parts_o + part * D)[:, None] + tl.arange(0, D)[None, :], mask=rows.present[:, None], other=0.0)
         n, total, o = merge(n, total, o, n_s, total_s, o_s)
-    values, logs = finish(n, total, o, _sinks(arrays, rows))
+    values, logs = finish(n, total, o, sinks_of(arrays, rows))
     _store_rows(out, out_batch, out_head, out_row, lse, arrays, sizes, item, rows, values, logs, D)

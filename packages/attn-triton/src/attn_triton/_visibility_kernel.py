@@ -25,6 +25,7 @@ __all__ = [
     "item_of",
     "keys_at",
     "logical_before",
+    "planned",
     "rows_at",
     "rows_of_head",
     "slot_range",
@@ -157,6 +158,19 @@ def item_of(arrays, sizes, batch):
 
 
 @device_function
+def planned(plan, batch, number):
+    """The packed segment (int64) that block ``number`` lies in: ``plan[segment] <= number < plan[segment + 1]``."""
+    low = tl.full([], 0, tl.int64)
+    high = low + batch
+    while high - low > 1:
+        middle = (low + high) // 2
+        before = tl.load(plan + middle) <= number
+        low = tl.where(before, middle, low)
+        high = tl.where(before, high, middle)
+    return low
+
+
+@device_function
 def find_work(arrays, sizes, plan, per_item):
     """The work of this program of a one-dimensional grid.
 
@@ -171,15 +185,8 @@ def find_work(arrays, sizes, plan, per_item):
         batch = outer - which * sizes.batch
         block = per_item - 1 - which
     else:
-        low = tl.full([], 0, tl.int64)
-        high = low + sizes.batch
-        while high - low > 1:  # plan[low] <= outer < plan[high]
-            middle = (low + high) // 2
-            before = tl.load(plan + middle) <= outer
-            low = tl.where(before, middle, low)
-            high = tl.where(before, high, middle)
-        batch = low
-        through = tl.load(plan + low + 1)
+        batch = planned(plan, sizes.batch, outer)
+        through = tl.load(plan + batch + 1)
         block = tl.where(outer < through, through - 1 - outer, -1)
     return Work(item_of(arrays, sizes, batch), kv_head, block)
 

@@ -51,7 +51,8 @@ _CAPABILITIES = Capabilities(
 
 
 class TritonBackend(TorchBackend):
-    """Ordered kernels in Triton. NVIDIA GPUs from compute capability 8.0, AMD GPUs, and CPU tensors under Triton's interpreter."""
+    """Kernels in Triton. NVIDIA GPUs from compute capability 8.0, AMD GPUs, and CPU tensors under Triton's interpreter; the contracts of
+    tensor cores on compute capability 9.0 alone."""
 
     name: ClassVar[str] = "attn_triton"
     engines: ClassVar[tuple[str, ...]] = ("triton",)

@@ -71,7 +71,7 @@ def _kind(op: str, arrays: dict[str, Tensor | None], options: dict[str, Any], co
     that is no plain value. Types are part of it, since True equals 1 and only one of them is a start or a flag."""
     values = tuple(options.values())
     window = options.get("window")
-    types = tuple(map(type, values if type(window) is not tuple else values + window))
+    types = tuple(map(type, (contract, *values, *(window if type(window) is tuple else ()))))
     if not _VALUES.issuperset(types):
         return None
     kind: list[Any] = [op, contract, gradient, *options, *values, *types, *arrays]
@@ -85,4 +85,4 @@ def _kind(op: str, arrays: dict[str, Tensor | None], options: dict[str, Any], co
     return tuple(kind)
 
 
-_VALUES = frozenset({type(None), bool, int, float, tuple})
+_VALUES = frozenset({type(None), bool, int, float, str, tuple})

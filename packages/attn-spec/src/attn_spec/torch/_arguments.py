@@ -13,11 +13,11 @@ from attn_spec.torch._operation import watched
 
 __all__ = [
     "autocast",
-    "check_offsets",
     "check_one_device",
     "float32",
     "int64",
     "lengths",
+    "offsets_of",
     "refuse_forward_mode",
     "scale_of",
     "seed_of",
@@ -85,14 +85,16 @@ def lengths(name: str, values: Tensor | None, limit: int) -> Tensor | None:
     return int64(values)
 
 
-def check_offsets(name: str, offsets: Tensor, total: int, used: Tensor | None) -> None:
-    if not _readable(offsets):
-        return
-    sizes = torch.diff(offsets.to(torch.int64))
-    if int(offsets[0]) < 0 or (sizes < 0).any() or int(offsets[-1]) > total:
-        raise ValueError(f"attention_varlen: {name} must not decrease and must lie in [0, {total}]; got {offsets.tolist()}")
-    if used is not None and _readable(used) and ((used < 0) | (used > sizes)).any():
-        raise ValueError(f"attention_varlen: used lengths must lie between 0 and the segment sizes {sizes.tolist()}; got {used.tolist()}")
+def offsets_of(op: str, side: str, offsets: Tensor, used: Tensor | None, total: int) -> tuple[Tensor, Tensor | None]:
+    """``cu_seqlens_<side>`` and ``seqlens_<side>`` as int64. ValueError for values outside the ``total`` packed rows, where it is free to
+    read them."""
+    if _readable(offsets):
+        sizes = torch.diff(offsets.to(torch.int64))
+        if int(offsets[0]) < 0 or (sizes < 0).any() or int(offsets[-1]) > total:
+            raise ValueError(f"{op}: cu_seqlens_{side} must not decrease and must lie in [0, {total}]; got {offsets.tolist()}")
+        if used is not None and _readable(used) and ((used < 0) | (used > sizes)).any():
+            raise ValueError(f"{op}: seqlens_{side} must lie between 0 and the segment sizes {sizes.tolist()}; got {used.tolist()}")
+    return offsets.to(torch.int64), int64(used)
 
 
 def seed_of(seed: int | Tensor | None, q: Tensor) -> Tensor:

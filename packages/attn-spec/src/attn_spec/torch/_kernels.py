@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -11,6 +12,8 @@ from torch import Tensor
 from attn_spec._qat import QATConfig
 
 __all__ = ["AttentionInputs", "Kernels", "QatKernels", "TensorCoreKernels"]
+
+_DIFFERENTIABLE = ("q", "k", "v", "sinks", "bias")
 
 
 @dataclass(slots=True)
@@ -52,6 +55,25 @@ class AttentionInputs:
     def row_shape(self) -> tuple[int, ...]:
         """Shape of LSE and of the row state: [B, H, S], packed [H, total]."""
         return (self.q.shape[1], self.q.shape[0]) if self.packed else tuple(self.q.shape[:3])
+
+    @property
+    def out_shape(self) -> tuple[int, ...]:
+        """Shape of out: that of q with V columns."""
+        return (*self.q.shape[:-1], self.v.shape[-1])
+
+    def gradients(self, needs: frozenset[str], make: Callable[..., Tensor] = torch.empty) -> dict[str, Tensor]:
+        """Fresh contiguous memory for the gradients of the names in ``needs``, by ``make``: shape, dtype and device of each input."""
+        found = {name: getattr(self, name) for name in _DIFFERENTIABLE if name in needs}
+        return {name: make(x.shape, dtype=x.dtype, device=x.device) for name, x in found.items() if x is not None}
+
+    def check_shapes(self, outputs: Mapping[str, Tensor], rows: Mapping[str, Tensor | None]) -> None:
+        """ValueError unless ``outputs`` are shaped like out and ``rows`` like LSE: what a backward is given, by name."""
+        for name, tensor in outputs.items():
+            if tensor.shape != self.out_shape:
+                raise ValueError(f"attention_backward: {name} must have shape {list(self.out_shape)}; got {list(tensor.shape)}")
+        for name, row in rows.items():
+            if row is not None and row.shape != self.row_shape:
+                raise ValueError(f"attention_backward: {name} must have shape {list(self.row_shape)}; got {list(row.shape)}")
 
 
 class Kernels(Protocol):

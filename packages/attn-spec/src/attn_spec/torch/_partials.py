@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from numbers import Integral
 from typing import Any
 
 import torch
@@ -76,10 +77,12 @@ class PartialOperators:
             causal, scale, window, kv_lengths: as in ``attention``.
 
         Raises:
-            TypeError, ValueError: bad dtype, shape, device or scale. UnsupportedProblem: what the contract lacks, gradients included.
+            TypeError, ValueError: bad dtype, shape, device, scale or position. UnsupportedProblem: what the contract lacks, gradients
+            included.
 
         Source: docs/contracts/sm90-v1.md, sections 3 and 5.
         """
+        _check_places(q_start, k_start)
         options: dict[str, Any] = {"causal": causal, "scale": scale, "window": window, "k_start": k_start}
         arrays: dict[str, Any] = {"q": q, "k": k, "v": v, "kv_lengths": kv_lengths}
         (arrays if isinstance(q_start, Tensor) else options)["q_start"] = q_start
@@ -105,7 +108,7 @@ class PartialOperators:
         return Partials(k_start // SEGMENT, *self.states(inputs, count), q.dtype, factor)
 
     def merge_partials(self, parts: Sequence[Partials], *, sinks: Tensor | None = None) -> tuple[Tensor, Tensor]:
-        """``(out, lse)`` of parts in the order of their keys: out [B, H, S, D] in the dtype of q, lse float32 [B, H, S].
+        """``(out, lse)`` of parts in the order of their keys, forward only: out [B, H, S, D] in the dtype of q, lse float32 [B, H, S].
 
         Args:
             parts: at least one, of the same queries, scale and dtype; each begins after the last segment of the one before it.
@@ -113,13 +116,16 @@ class PartialOperators:
 
         Raises:
             ValueError: no parts, parts of different calls, parts that are out of order or share a segment, or sinks of another shape.
-            TypeError: sinks that are no float tensor.
+            TypeError: parts that are no Partials, sinks that are no float tensor. UnsupportedProblem: sinks whose gradient is asked for.
 
         Source: docs/contracts/sm90-v1.md, section 3.
         """
         parts = list(parts)
         if not parts:
             raise ValueError("merge_partials: at least one part is needed")
+        foreign: list[Any] = [part for part in parts if not isinstance(part, Partials)]
+        if foreign:
+            raise TypeError(f"merge_partials: parts must be results of attention_partial; got {type(foreign[0]).__name__}")
         _check_parts(parts, sinks)
         for before, after in zip(parts, parts[1:], strict=False):
             if after.first < before.first + before.segments:
@@ -127,6 +133,11 @@ class PartialOperators:
                 raise ValueError(f"merge_partials: parts must ascend and cut keys at multiples of {SEGMENT}; {order}")
         n, l, o = (torch.cat([getattr(part, name) for part in parts]) for name in ("n", "l", "o"))
         return self.merge(n, l, o, None if sinks is None else sinks.float(), parts[0].dtype)
+
+
+def _check_places(q_start: Any, k_start: Any) -> None:
+    if q_start is None or isinstance(k_start, bool) or not isinstance(k_start, Integral):
+        raise TypeError(f"attention_partial: q_start must be given and k_start an int; got q_start={q_start}, k_start={k_start}")
 
 
 def _check_parts(parts: Sequence[Partials], sinks: Tensor | None) -> None:
@@ -138,6 +149,10 @@ def _check_parts(parts: Sequence[Partials], sinks: Tensor | None) -> None:
         return
     if not isinstance(sinks, Tensor) or sinks.dtype not in (torch.float32, torch.bfloat16, torch.float16):
         raise TypeError(f"merge_partials: sinks must be a float32, bfloat16 or float16 tensor; got {getattr(sinks, 'dtype', sinks)}")
+    if torch.is_grad_enabled() and sinks.requires_grad:
+        raise UnsupportedProblem("merge_partials", ["gradients (attention has them)"])
+    if sinks.device != parts[0].n.device:
+        raise ValueError(f"merge_partials: sinks must be on the device of the parts, {parts[0].n.device}; got {sinks.device}")
     heads = parts[0].n.shape[2]
     if tuple(sinks.shape) != (heads,):
         raise ValueError(f"merge_partials: sinks must have shape [H] = [{heads}]; got {list(sinks.shape)}")

@@ -15,14 +15,14 @@ from attn_spec._registry import get_backend
 from attn_spec.torch._acceptance import Acceptance
 from attn_spec.torch._arguments import (
     autocast,
-    check_offsets,
     float32,
-    int64,
     lengths,
+    offsets_of,
     scale_of,
     seed_of,
     starts,
 )
+from attn_spec.torch._arrays import dtype_name
 from attn_spec.torch._joint import JointLayout
 from attn_spec.torch._qat import QatOperators
 from attn_spec.torch._registration import register
@@ -78,7 +78,7 @@ class Operators(QatOperators):
             q: [B, H, S, D], float32, bfloat16 or float16, any strides.
             k: [B, K, T, D], same dtype; H is a multiple of K.
             scale: None is 1/sqrt(D); 0.0 and negative values are used as they are.
-            out_dtype: dtype of the result.
+            out_dtype: dtype of the result, one of the same three.
 
         Returns:
             [B, H, S, T].
@@ -89,7 +89,8 @@ class Operators(QatOperators):
         Source: docs/contracts/ordered-v1.md, section 3.
         """
         q, k = autocast(q, k)
-        self._check("joint_attn_qk_gemm", {"q": q, "k": k}, {"scale": scale}, contract, q, k)
+        options = {"scale": scale, "out_dtype": dtype_name(out_dtype) if isinstance(out_dtype, torch.dtype) else repr(out_dtype)}
+        self._check("joint_attn_qk_gemm", {"q": q, "k": k}, options, contract, q, k)
         return self._operations["joint_attn_qk_gemm"](q, k, scale_of(scale, q), out_dtype)
 
     @remembered
@@ -153,7 +154,7 @@ class Operators(QatOperators):
         Args:
             q_txt, k_txt, v_txt: [B, H|K, T_txt, D|V]; q_img, k_img, v_img: [B, H|K, T_img, D|V]; one dtype.
             prompt_mask: bool [B, T_txt], True for a token. Padding moves no bit, and padded text rows are +0.
-            scale: None is 1/sqrt(D).
+            scale: None is 1/sqrt(D); 0.0 and negative values are used as they are (sm90-v1: positive ones alone).
             contract: None is ordered-v1; sm90-v1 is tensor-core attention of halves with other bits.
 
         Returns:
@@ -207,7 +208,7 @@ class Operators(QatOperators):
         Args:
             q: [B, H, S, D]; k: [B, K, T, D]; v: [B, K, T, V]; one dtype of float32, bfloat16, float16; any strides; H a multiple of K.
             causal: key j is visible to query i iff ``k_start + j <= q_start + i`` (bottom-right by default; ``q_start=0`` is top-left).
-            scale: None is 1/sqrt(D); 0.0 and negative values are used as they are.
+            scale: None is 1/sqrt(D); 0.0 and negative values are used as they are (sm90-v1: positive ones alone).
             key_padding_mask: bool [B, T], True keeps the key. Dropped keys are compacted away.
             kv_lengths: int [B], used keys of each batch item; default T.
             q_start: position of query 0, int or int [B]; default ``k_start + kv_lengths - S``.
@@ -307,11 +308,10 @@ class Operators(QatOperators):
             "return_lse": return_lse,
         }
         self._check("attention_varlen", arrays, options, contract, q, k, v, sinks)
-        check_offsets("cu_seqlens_q", cu_seqlens_q, q.shape[0], seqlens_q)
-        check_offsets("cu_seqlens_k", cu_seqlens_k, k.shape[0], seqlens_k)
-        offsets = int64(cu_seqlens_q), int64(cu_seqlens_k), int64(seqlens_q), int64(seqlens_k)
+        offsets_q, used_q = offsets_of("attention_varlen", "q", cu_seqlens_q, seqlens_q, q.shape[0])
+        offsets_k, used_k = offsets_of("attention_varlen", "k", cu_seqlens_k, seqlens_k, k.shape[0])
         seed = seed_of(dropout_seed, q) if dropout_p > 0.0 else None
-        tensors = (q, k, v, *(None,) * 5, float32(sinks), None, *offsets, seed)
+        tensors = (q, k, v, *(None,) * 5, float32(sinks), None, offsets_q, offsets_k, used_q, used_k, seed)
         found = self._run(2 if return_lse else 1, tensors, causal, scale, window, dropout_p, contract)
         return (found[0], found[1]) if return_lse else found[0]
 

@@ -9,7 +9,8 @@ import torch
 from torch import Tensor
 
 from attn_spec._qat import QATConfig
-from attn_spec.torch._arguments import autocast, check_offsets, float32, int64, scale_of
+from attn_spec._sm90 import score_factor
+from attn_spec.torch._arguments import autocast, float32, offsets_of, scale_of
 from attn_spec.torch._kernels import AttentionInputs
 
 if TYPE_CHECKING:
@@ -51,7 +52,7 @@ class QatOperators:
             q: [B, H, S, D]; k, v: [B, K, T, D]; one dtype of float32, bfloat16, float16; any strides; H a multiple of K;
                 D a multiple of 16 from 16 to 256.
             causal: bottom-right, as in ``attention``.
-            scale: None is 1/sqrt(D); any finite number, 0 and negative ones included.
+            scale: None is 1/sqrt(D); any finite number, 0 and negative ones included (nvfp4-sm90-v1: positive ones alone).
             key_padding_mask: bool [B, T], True keeps the key.
             sinks: [H] logits after scaling, as in ``attention``.
             return_lse: also return the log-sum-exp, float32 [B, H, S], natural logarithm, sink included.
@@ -132,14 +133,25 @@ class QatOperators:
                 return_lse=return_lse, contract=_PLAIN[contract],
             )  # fmt: skip
             return found
-        check_offsets("cu_seqlens_q", cu_seqlens_q, q.shape[0], seqlens_q)
-        check_offsets("cu_seqlens_k", cu_seqlens_k, k.shape[0], seqlens_k)
-        places: dict[str, Any] = {"cu_seqlens_q": int64(cu_seqlens_q), "cu_seqlens_k": int64(cu_seqlens_k)}
-        places |= {"seqlens_q": int64(seqlens_q), "seqlens_k": int64(seqlens_k)}
-        inputs = AttentionInputs(q, k, v, sinks=float32(sinks), causal=causal, scale=scale_of(scale, q), **places)
+        offsets_q, used_q = offsets_of("qat_attention_varlen", "q", cu_seqlens_q, seqlens_q, q.shape[0])
+        offsets_k, used_k = offsets_of("qat_attention_varlen", "k", cu_seqlens_k, seqlens_k, k.shape[0])
+        inputs = AttentionInputs(
+            q,
+            k,
+            v,
+            sinks=float32(sinks),
+            cu_seqlens_q=offsets_q,
+            cu_seqlens_k=offsets_k,
+            seqlens_q=used_q,
+            seqlens_k=used_k,
+            causal=causal,
+            scale=scale_of(scale, q),
+        )
         return self._quantized(inputs, config, contract, return_lse)
 
     def _quantized(self, inputs: AttentionInputs, config: QATConfig, contract: str | None, return_lse: bool) -> Outputs:
+        if contract == _SM90:
+            score_factor(inputs.scale, contract)
         tensors = tuple(getattr(inputs, name) for name in _TENSORS)
         call = self._kernels, config, contract or _ORDERED, inputs.causal, inputs.scale
         out, lse = _Quantized.apply(*tensors, *call)

@@ -31,9 +31,9 @@ def softmax(operator: Operator) -> Rule:
 
     def rule(info: Any, in_dims: tuple[int | None, ...], scores: Tensor, mask: Tensor | None, out_dtype: torch.dtype) -> tuple[Any, Any]:
         has_batch_axis = scores.ndim > 1 + (in_dims[0] is not None)
-        fold = _folder(info.batch_size, has_batch_axis)
+        fold = _folder(_samples(info), has_batch_axis)
         results = operator(fold(scores, in_dims[0]), fold(mask, in_dims[1]), out_dtype)
-        return tuple(_apart(result, info.batch_size) for result in results) if has_batch_axis else results, (0, 0, 0)
+        return tuple(_apart(result, _samples(info)) for result in results) if has_batch_axis else results, (0, 0, 0)
 
     return rule
 
@@ -43,8 +43,8 @@ def softmax_backward(operator: Operator) -> Rule:
         scores = tensors[1]
         assert scores is not None
         has_batch_axis = scores.ndim > 1 + (in_dims[1] is not None)
-        dscores = operator(*map(_folder(info.batch_size, has_batch_axis), tensors, in_dims))
-        return _apart(dscores, info.batch_size) if has_batch_axis else dscores, 0
+        dscores = operator(*map(_folder(_samples(info), has_batch_axis), tensors, in_dims))
+        return _apart(dscores, _samples(info)) if has_batch_axis else dscores, 0
 
     return rule
 
@@ -53,11 +53,11 @@ def product(operator: Operator) -> Rule:
     """The products, forward and backward: every tensor has the batch axis first; a gradient that was not asked for is empty."""
 
     def rule(info: Any, in_dims: tuple[int | None, ...], *arguments: Any) -> tuple[Any, Any]:
-        fold = _folder(info.batch_size)
+        fold = _folder(_samples(info))
         results = operator(
             *(fold(value, dim) if isinstance(value, Tensor) else value for value, dim in zip(arguments, in_dims, strict=True))
         )
-        return _all_apart(results, info.batch_size)
+        return _all_apart(results, _samples(info))
 
     return rule
 
@@ -67,8 +67,8 @@ def attention(operator: Operator) -> Rule:
         inputs, dims = AttentionInputs(*arguments[:_TENSORS]), dict(zip(_NAMES, in_dims, strict=False))
         if _crosses(inputs, dims):
             return _each(operator, info, in_dims, arguments)
-        folded = _folded(inputs, dims, info.batch_size, whole_bias=dims["bias"] is not None)
-        return _all_apart(operator(*folded, *arguments[len(folded) :]), info.batch_size)
+        folded = _folded(inputs, dims, _samples(info), whole_bias=dims["bias"] is not None)
+        return _all_apart(operator(*folded, *arguments[len(folded) :]), _samples(info))
 
     return rule
 
@@ -80,9 +80,9 @@ def attention_backward(operator: Operator) -> Rule:
         need_sinks, need_bias = rest[-2:]
         if _crosses(inputs, dims) or need_sinks or (need_bias and not _has_each_item(inputs, dims)):
             return _each(operator, info, in_dims, arguments)
-        fold = _folder(info.batch_size)
-        folded = _folded(inputs, dims, info.batch_size, whole_bias=need_bias or dims["bias"] is not None)
-        return _all_apart(operator(*map(fold, rows, row_dims), *folded, *rest[len(folded) :]), info.batch_size)
+        fold = _folder(_samples(info))
+        folded = _folded(inputs, dims, _samples(info), whole_bias=need_bias or dims["bias"] is not None)
+        return _all_apart(operator(*map(fold, rows, row_dims), *folded, *rest[len(folded) :]), _samples(info))
 
     return rule
 
@@ -117,6 +117,14 @@ def _folded(inputs: AttentionInputs, dims: Dims, size: int, *, whole_bias: bool)
         bias = _front(bias, dims["bias"], size)
         bias = bias.expand(size, batch, *bias.shape[2:]).flatten(0, 1)
     return [*tensors, inputs.sinks, bias, None, None, None, None, None]
+
+
+def _samples(info: Any) -> int:
+    """Size of the mapped axis. ValueError for 0: the results of no sample have no shape to take."""
+    size: int = info.batch_size
+    if size == 0:
+        raise ValueError("torch.vmap: the mapped axis has size 0; at least one sample is needed")
+    return size
 
 
 def _front(tensor: Tensor | None, dim: int | None, size: int) -> Tensor:
@@ -155,6 +163,6 @@ def _each(operator: Operator, info: Any, in_dims: tuple[int | None, ...], argume
     """A call for each sample; results with samples on axis 0."""
     samples = [
         operator(*(value if dim is None else value.select(dim, sample) for value, dim in zip(arguments, in_dims, strict=True)))
-        for sample in range(info.batch_size)
+        for sample in range(_samples(info))
     ]
     return tuple(torch.stack(results) for results in zip(*samples, strict=True)), (0,) * len(samples[0])

@@ -121,14 +121,18 @@ void attention_forward(const AttentionProblem& problem, const AttentionForward& 
                [&](int64_t item, float* scratch) { kernels.attention_forward(call, blocks.blocks[static_cast<size_t>(item)], scratch); });
 }
 
+// Where the row values of a batch item's queries of one head begin: [B, H, S], packed [H, total].
+inline int64_t first_row_value(const AttentionProblem& problem, int64_t b, int64_t head) {
+  return problem.cu_seqlens_q ? head * problem.queries + problem.cu_seqlens_q[b] : (b * problem.heads + head) * problem.queries;
+}
+
 // dsinks[h]: over each batch item's queries, then over the batch.
 inline void sum_sinks(const AttentionProblem& problem, const float* dsink, float* dsinks) {
   const DefaultFloatEnvironment environment;
   for (int64_t head = 0; head < problem.heads; ++head) {
     float total = 0.0f;
     for (int64_t b = 0; b < problem.batch; ++b) {
-      const int64_t first =
-          problem.cu_seqlens_q ? head * problem.queries + problem.cu_seqlens_q[b] : (b * problem.heads + head) * problem.queries;
+      const int64_t first = first_row_value(problem, b, head);
       float sum = 0.0f;
       for (int64_t i = 0; i < item_queries(problem, b); ++i) sum = add(sum, dsink[first + i]);
       total = add(total, sum);

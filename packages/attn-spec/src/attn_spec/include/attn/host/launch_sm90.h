@@ -44,8 +44,7 @@ inline void sum_sm90_sinks(const AttentionProblem& problem, const float* dsink, 
   for (int64_t head = 0; head < problem.heads; ++head) {
     float total = 0.0f;
     for (int64_t b = 0; b < problem.batch; ++b) {
-      const int64_t first =
-          problem.cu_seqlens_q ? head * problem.queries + problem.cu_seqlens_q[b] : (b * problem.heads + head) * problem.queries;
+      const int64_t first = first_row_value(problem, b, head);
       const int64_t queries = item_queries(problem, b);
       float sum = 0.0f;
       for (int64_t begin = 0; begin < queries; begin += sm90::kSinkTile) {
