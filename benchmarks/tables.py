@@ -214,6 +214,41 @@ def sanitizer(document: Document) -> str:
     return markdown(["tool", "parts", "errors", "parts that did not end", "seconds"], lines)
 
 
+def kernel_profiles(document: Document) -> str:
+    """What keeps each kernel of sm90-v1 busy, in percent, and the largest reasons for which its warps wait."""
+    pipes = {
+        "tensor_pipe": "tensor cores",
+        "exponential_pipe": "exponentials",
+        "shared_memory": "shared memory",
+        "device_memory": "device memory",
+    }
+    lines = []
+    for row in document["environment"]["kernels"]:
+        stalls = ", ".join(
+            f"{name.replace('_', ' ')} {value:.1f}" for name, value in [item for item in row["stalls"].items() if item[0] != "selected"][:3]
+        )
+        lines.append([row["case"], f"`{row['kernel']}`", f"{row['cycles'] / 1e3:.0f}", *(f"{row[pipe]:.0f}" for pipe in pipes), stalls])
+    return markdown(["case", "kernel", "1000 cycles", *pipes.values(), "warps waiting an instruction"], lines)
+
+
+def kernels_alone(document: Document) -> str:
+    """TFLOP/s of what the gradient kernels of sm90-v1 execute, each alone."""
+    rows = document["results"]
+    ways = unique(row["direction"] for row in rows)
+    lines = [
+        [case, *(cell(rows, "executed_tflops", "{:.0f}".format, case=case, direction=way) for way in ways)]
+        for case in unique(row["case"] for row in rows)
+    ]
+    return markdown(["TFLOP/s executed", *ways], lines)
+
+
+def forward_ideas(document: Document) -> str:
+    """Cycles of the forward of sm90-v1 with an idea, over those without it in the same run."""
+    cases = ("d128", "d128-causal", "d64")
+    lines = [[idea["idea"], *(f"{idea['of_before'][case]:.3f}" for case in cases)] for idea in document["forward"]]
+    return markdown(["cycles, of those before", *cases], lines)
+
+
 def four_bit(document: Document) -> str:
     """Milliseconds of each direction and of a training step, and how many times as long the baselines take for a step."""
     rows, found = document["results"], document["ratios"]
@@ -242,6 +277,9 @@ TABLES: dict[str, tuple[str, Callable[[Document], str]]] = {
     "overhead": ("latency-h200.json", overhead),
     "sm90": ("sm90-h200.json", tensor_cores),
     "sm90-decode": ("sm90-h200.json", tensor_core_decode),
+    "sm90-profile": ("sm90-profile-h200.json", kernel_profiles),
+    "sm90-alone": ("sm90-profile-h200.json", kernels_alone),
+    "sm90-ideas": ("sm90-ideas-h200.json", forward_ideas),
     "segments": ("segments-h200.json", segments),
     "qat": ("qat-h200.json", four_bit),
     "jax": ("jax-h200.json", jax_attention),

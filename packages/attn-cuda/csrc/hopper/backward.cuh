@@ -178,10 +178,27 @@ int launch_sink_gradients(const BackwardCall& call, void* stream);
 int launch_key_gradients(const BackwardCall& call, void* stream);
 int launch_query_gradients(const BackwardCall& call, void* stream);
 
-// A map of an array like q or k, in boxes of `box_rows` rows and 64 columns.
-inline cudaError_t map_of(CUtensorMap* map, const Attention& problem, const Array& array, int64_t heads, int64_t rows, int box_rows) {
-  const int64_t batch = problem.cu_seqlens_q == nullptr ? problem.batch : 1;
-  return encode_map(map, array.data, array.dtype, {batch, heads, rows, problem.head_dim}, {array.batch, array.head, array.row}, box_rows);
+struct GradientMaps {
+  CUtensorMap q, dout, k, v;
+};
+
+// A block of dk and dv, or of dq, in a warpgroup that loads and two that compute. shared.begin finds its work and sets up barriers; it has
+// something to load where [work.begin, work.end) is not empty.
+template <typename Shared, typename Load, typename Consume>
+__device__ __forceinline__ void run_block(Shared& shared, const BackwardCall& call, Load load, Consume consume) {
+  if (threadIdx.x == 0) {
+    shared.begin(call, blockIdx.x);
+    barrier_init_fence();
+  }
+  __syncthreads();
+  if (shared.work.block.first < 0) return;
+  if (threadIdx.x < kWarpgroup) {
+    fewer_registers<kLoaderRegisters>();
+    if (threadIdx.x == 0 && shared.work.begin < shared.work.end) load();
+  } else {
+    more_registers<kConsumerRegisters>();
+    consume();
+  }
 }
 
 // launch(half, columns) for the call's dtype and head dim, given as values of types that hold them.
@@ -210,6 +227,24 @@ int launch_blocks(void (*kernel)(Parameters...), int64_t blocks, int threads, si
   config.dynamicSmemBytes = shared_bytes;
   config.stream = static_cast<cudaStream_t>(stream);
   return cudaLaunchKernelEx(&config, kernel, arguments...);
+}
+
+// The kernel of dk and dv, or of dq, over `blocks` blocks of each of `heads` heads, with tiles of `query_rows` and `key_rows`.
+inline int launch_gradients(void (*kernel)(BackwardCall, GradientMaps), const BackwardCall& call, int64_t heads, int64_t blocks,
+                            int query_rows, int key_rows, size_t shared_bytes, void* stream) {
+  const Attention& problem = call.problem;
+  const int64_t items = problem.cu_seqlens_q == nullptr ? problem.batch : 1;
+  GradientMaps maps;
+  const auto describe = [&](CUtensorMap* map, const Array& array, int64_t of_heads, int64_t rows, int box_rows) {
+    return encode_map(map, array.data, array.dtype, {items, of_heads, rows, problem.head_dim}, {array.batch, array.head, array.row},
+                      box_rows);
+  };
+  cudaError_t error = describe(&maps.q, problem.q, problem.heads, problem.queries, query_rows);
+  if (error == cudaSuccess) error = describe(&maps.dout, call.dout, problem.heads, problem.queries, query_rows);
+  if (error == cudaSuccess) error = describe(&maps.k, problem.k, problem.kv_heads, problem.keys, key_rows);
+  if (error == cudaSuccess) error = describe(&maps.v, problem.v, problem.kv_heads, problem.keys, key_rows);
+  if (error != cudaSuccess) return error;
+  return launch_blocks(kernel, items * heads * blocks, kBackwardThreads, shared_bytes, stream, call, maps);
 }
 
 }  // namespace attn_cuda::hopper

@@ -8,10 +8,6 @@ namespace {
 constexpr int kTile = 64;  // queries
 constexpr int kSteps = kTile / kStepColumns;
 
-struct Maps {
-  CUtensorMap q, dout, k, v;
-};
-
 constexpr int64_t kFar = int64_t{1} << 30;
 
 // What the block does: its keys, and the queries that see some of them, [begin, end), or all of them, [full_begin, full_end); `begin` is
@@ -21,25 +17,6 @@ struct Work {
   int32_t begin, end, full_begin, full_end, below, above;
 
   __device__ __forceinline__ bool masks(int first) const { return first < full_begin || first + kTile > full_end; }
-};
-
-template <int kColumns>
-struct Shared {
-  static constexpr int kStages = 4;
-  static constexpr int kOwnPanel = kBlock * kPanelRowBytes, kPanelBytes = kTile * kPanelRowBytes;
-  static constexpr int kPanels = kColumns / kPanel;
-
-  struct Stage {
-    uint8_t q[kPanels * kPanelBytes], dout[kPanels * kPanelBytes];
-  };
-
-  alignas(1024) uint8_t k[kPanels * kOwnPanel];
-  uint8_t v[kPanels * kOwnPanel];
-  Stage stages[kStages];
-  alignas(128) float origin[kStages][kTile];
-  float delta[kStages][kTile];
-  uint64_t full[kStages], empty[kStages], own;
-  Work work;
 };
 
 __device__ __forceinline__ Work work_of(const BackwardCall& call, int64_t id) {
@@ -60,7 +37,35 @@ __device__ __forceinline__ Work work_of(const BackwardCall& call, int64_t id) {
 }
 
 template <int kColumns>
-__device__ __forceinline__ void load(const BackwardCall& call, const Maps& maps, const Work& work, Shared<kColumns>& shared) {
+struct Shared {
+  static constexpr int kStages = 4;
+  static constexpr int kOwnPanel = kBlock * kPanelRowBytes, kPanelBytes = kTile * kPanelRowBytes;
+  static constexpr int kPanels = kColumns / kPanel;
+
+  struct Stage {
+    uint8_t q[kPanels * kPanelBytes], dout[kPanels * kPanelBytes];
+  };
+
+  alignas(1024) uint8_t k[kPanels * kOwnPanel];
+  uint8_t v[kPanels * kOwnPanel];
+  Stage stages[kStages];
+  alignas(128) float origin[kStages][kTile];
+  float delta[kStages][kTile];
+  uint64_t full[kStages], empty[kStages], own;
+  Work work;
+
+  __device__ __forceinline__ void begin(const BackwardCall& call, int64_t id) {
+    work = work_of(call, id);
+    for (int stage = 0; stage < kStages; ++stage) {
+      barrier_init(&full[stage], 1);
+      barrier_init(&empty[stage], kConsumers / 32);
+    }
+    barrier_init(&own, 1);
+  }
+};
+
+template <int kColumns>
+__device__ __forceinline__ void load(const BackwardCall& call, const GradientMaps& maps, const Work& work, Shared<kColumns>& shared) {
   using S = Shared<kColumns>;
   const Item& item = work.block.item;
   const bool packed = call.problem.cu_seqlens_q != nullptr;
@@ -221,46 +226,20 @@ __device__ __forceinline__ void consume(const BackwardCall& call, const Work& wo
 
 template <typename Half, int kColumns>
 __global__ void __launch_bounds__(kBackwardThreads, 1)
-    key_gradients_kernel(const __grid_constant__ BackwardCall call, const __grid_constant__ Maps maps) {
+    key_gradients_kernel(const __grid_constant__ BackwardCall call, const __grid_constant__ GradientMaps maps) {
   extern __shared__ __align__(1024) uint8_t memory[];
   auto& shared = *reinterpret_cast<Shared<kColumns>*>(memory);
-  Work& work = shared.work;
-  if (threadIdx.x == 0) {
-    work = work_of(call, blockIdx.x);
-    for (int stage = 0; stage < Shared<kColumns>::kStages; ++stage) {
-      barrier_init(&shared.full[stage], 1);
-      barrier_init(&shared.empty[stage], kConsumers / 32);
-    }
-    barrier_init(&shared.own, 1);
-    barrier_init_fence();
-  }
-  __syncthreads();
-  if (work.block.first < 0) return;
-  if (threadIdx.x < kWarpgroup) {
-    fewer_registers<kLoaderRegisters>();
-    if (threadIdx.x == 0 && work.begin < work.end) load<kColumns>(call, maps, work, shared);
-  } else {
-    more_registers<kConsumerRegisters>();
-    consume<Half, kColumns>(call, work, shared);
-  }
-}
-
-template <typename Half, int kColumns>
-int launch_as(const BackwardCall& call, void* stream) {
-  const Attention& problem = call.problem;
-  Maps maps;
-  for (const auto& [map, array] : {std::pair{&maps.q, &problem.q}, std::pair{&maps.dout, &call.dout}})
-    if (const cudaError_t error = map_of(map, problem, *array, problem.heads, problem.queries, kTile)) return error;
-  for (const auto& [map, array] : {std::pair{&maps.k, &problem.k}, std::pair{&maps.v, &problem.v}})
-    if (const cudaError_t error = map_of(map, problem, *array, problem.kv_heads, problem.keys, kBlock)) return error;
-  const int64_t blocks = call.key_blocks * problem.kv_heads * (problem.cu_seqlens_k == nullptr ? problem.batch : 1);
-  return launch_blocks(key_gradients_kernel<Half, kColumns>, blocks, kBackwardThreads, sizeof(Shared<kColumns>), stream, call, maps);
+  run_block(
+      shared, call, [&] { load<kColumns>(call, maps, shared.work, shared); }, [&] { consume<Half, kColumns>(call, shared.work, shared); });
 }
 
 }  // namespace
 
 int launch_key_gradients(const BackwardCall& call, void* stream) {
-  return with_traits(call, [&](auto half, auto columns) { return launch_as<decltype(half), decltype(columns)::value>(call, stream); });
+  return with_traits(call, [&](auto half, auto columns) {
+    return launch_gradients(key_gradients_kernel<decltype(half), decltype(columns)::value>, call, call.problem.kv_heads, call.key_blocks,
+                            kTile, kBlock, sizeof(Shared<decltype(columns)::value>), stream);
+  });
 }
 
 }  // namespace attn_cuda::hopper

@@ -8,26 +8,10 @@ constexpr int kTile = 128;  // keys
 constexpr int kHalf = kTile / 2;
 constexpr int kSteps = kHalf / kStepColumns;
 
-struct Maps {
-  CUtensorMap q, dout, k, v;
-};
-
 // What the block does. Tiles count from the tile boundary at or before stored key 0; all queries see all of [full_begin, full_end).
 struct Work {
   HeadBlock block;
   int32_t phase, begin, end, full_begin, full_end;
-};
-
-template <int kColumns>
-struct Shared {
-  static constexpr int kStages = 2;
-  static constexpr int kPanels = kColumns / kPanel, kPanelBytes = kBlock * kPanelRowBytes, kTileBytes = kPanels * kPanelBytes;
-
-  alignas(1024) uint8_t q[kTileBytes];
-  uint8_t dout[kTileBytes];
-  uint8_t k[kStages][kTileBytes], v[kStages][kTileBytes];
-  uint64_t k_full[kStages], k_empty[kStages], v_full[kStages], v_empty[kStages], own;
-  Work work;
 };
 
 // Stored keys [lower, upper) that a query sees.
@@ -58,7 +42,30 @@ __device__ __forceinline__ Work work_of(const BackwardCall& call, int64_t id) {
 }
 
 template <int kColumns>
-__device__ __forceinline__ void load(const BackwardCall& call, const Maps& maps, const Work& work, Shared<kColumns>& shared) {
+struct Shared {
+  static constexpr int kStages = 2;
+  static constexpr int kPanels = kColumns / kPanel, kPanelBytes = kBlock * kPanelRowBytes, kTileBytes = kPanels * kPanelBytes;
+
+  alignas(1024) uint8_t q[kTileBytes];
+  uint8_t dout[kTileBytes];
+  uint8_t k[kStages][kTileBytes], v[kStages][kTileBytes];
+  uint64_t k_full[kStages], k_empty[kStages], v_full[kStages], v_empty[kStages], own;
+  Work work;
+
+  __device__ __forceinline__ void begin(const BackwardCall& call, int64_t id) {
+    work = work_of(call, id);
+    for (int stage = 0; stage < kStages; ++stage) {
+      barrier_init(&k_full[stage], 1);
+      barrier_init(&v_full[stage], 1);
+      barrier_init(&k_empty[stage], kConsumers / 32);
+      barrier_init(&v_empty[stage], kConsumers / 32);
+    }
+    barrier_init(&own, 1);
+  }
+};
+
+template <int kColumns>
+__device__ __forceinline__ void load(const BackwardCall& call, const GradientMaps& maps, const Work& work, Shared<kColumns>& shared) {
   using S = Shared<kColumns>;
   const Item& item = work.block.item;
   const int batch = call.problem.cu_seqlens_q != nullptr ? 0 : static_cast<int>(item.batch), head = work.block.head;
@@ -218,48 +225,20 @@ __device__ __forceinline__ void consume(const BackwardCall& call, const Work& wo
 
 template <typename Half, int kColumns>
 __global__ void __launch_bounds__(kBackwardThreads, 1)
-    query_gradients_kernel(const __grid_constant__ BackwardCall call, const __grid_constant__ Maps maps) {
+    query_gradients_kernel(const __grid_constant__ BackwardCall call, const __grid_constant__ GradientMaps maps) {
   extern __shared__ __align__(1024) uint8_t memory[];
   auto& shared = *reinterpret_cast<Shared<kColumns>*>(memory);
-  Work& work = shared.work;
-  if (threadIdx.x == 0) {
-    work = work_of(call, blockIdx.x);
-    for (int stage = 0; stage < Shared<kColumns>::kStages; ++stage) {
-      barrier_init(&shared.k_full[stage], 1);
-      barrier_init(&shared.v_full[stage], 1);
-      barrier_init(&shared.k_empty[stage], kConsumers / 32);
-      barrier_init(&shared.v_empty[stage], kConsumers / 32);
-    }
-    barrier_init(&shared.own, 1);
-    barrier_init_fence();
-  }
-  __syncthreads();
-  if (work.block.first < 0) return;
-  if (threadIdx.x < kWarpgroup) {
-    fewer_registers<kLoaderRegisters>();
-    if (threadIdx.x == 0 && work.begin < work.end) load<kColumns>(call, maps, work, shared);
-  } else {
-    more_registers<kConsumerRegisters>();
-    consume<Half, kColumns>(call, work, shared);
-  }
-}
-
-template <typename Half, int kColumns>
-int launch_as(const BackwardCall& call, void* stream) {
-  const Attention& problem = call.problem;
-  Maps maps;
-  for (const auto& [map, array] : {std::pair{&maps.q, &problem.q}, std::pair{&maps.dout, &call.dout}})
-    if (const cudaError_t error = map_of(map, problem, *array, problem.heads, problem.queries, kBlock)) return error;
-  for (const auto& [map, array] : {std::pair{&maps.k, &problem.k}, std::pair{&maps.v, &problem.v}})
-    if (const cudaError_t error = map_of(map, problem, *array, problem.kv_heads, problem.keys, kTile)) return error;
-  const int64_t blocks = call.query_blocks * problem.heads * (problem.cu_seqlens_q == nullptr ? problem.batch : 1);
-  return launch_blocks(query_gradients_kernel<Half, kColumns>, blocks, kBackwardThreads, sizeof(Shared<kColumns>), stream, call, maps);
+  run_block(
+      shared, call, [&] { load<kColumns>(call, maps, shared.work, shared); }, [&] { consume<Half, kColumns>(call, shared.work, shared); });
 }
 
 }  // namespace
 
 int launch_query_gradients(const BackwardCall& call, void* stream) {
-  return with_traits(call, [&](auto half, auto columns) { return launch_as<decltype(half), decltype(columns)::value>(call, stream); });
+  return with_traits(call, [&](auto half, auto columns) {
+    return launch_gradients(query_gradients_kernel<decltype(half), decltype(columns)::value>, call, call.problem.heads, call.query_blocks,
+                            kBlock, kTile, sizeof(Shared<decltype(columns)::value>), stream);
+  });
 }
 
 }  // namespace attn_cuda::hopper

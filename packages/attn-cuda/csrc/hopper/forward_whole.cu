@@ -17,6 +17,8 @@ struct Whole {
   static constexpr int kOwnerThreads = kOwners * kWarpgroup;
   static constexpr int kTileBytes = kTileKeys * kColumns * 2;
   static constexpr int kQueryBytes = kWarpgroupRows * kColumns * 2;
+  // Whether owners scale and merge O between a product of scores and the one with values, or after both; docs/performance.md has the times.
+  static constexpr bool kLate = kOwners == 3;
 
   alignas(1024) uint8_t queries[kOwners][kQueryBytes];  // later the rows of out
   alignas(1024) uint8_t keys[kStages][kTileBytes];
@@ -110,7 +112,7 @@ __device__ __forceinline__ void feed(const ForwardArguments& arguments, Whole<kC
     if (some)
       for (int row = thread; row < kRows; row += kWarpgroup) block.fill(arguments.problem, row);
     named_sync(kFeedName, kWarpgroup);
-    if (thread == 0) barrier_arrive(&shared.block_full[turn.slot()]);
+    barrier_arrive(&shared.block_full[turn.slot()]);
     if (!some) return;
     if (thread < 32) copy_tiles<kColumns, kOwners>(arguments, shared, block, copied);
   }
@@ -130,6 +132,7 @@ __device__ __forceinline__ void pass_turn(int owner) {
 template <typename Half, int kColumns, int kOwners>
 __device__ __forceinline__ void own_rows(const ForwardArguments& arguments, Whole<kColumns, kOwners>& shared,
                                          const RowBlock<Whole<kColumns, kOwners>::kRows>& block, int owner, Uses& used) {
+  constexpr bool kLate = Whole<kColumns, kOwners>::kLate;
   const int thread = static_cast<int>(threadIdx.x) % kWarpgroup;
   const bool speaks = thread % 32 == 0;
   const int own_name = 1 + kOwners + owner;
@@ -168,6 +171,17 @@ __device__ __forceinline__ void own_rows(const ForwardArguments& arguments, Whol
     for (int step = 0; step < kTileKeys / kStepColumns; ++step) operand_of<Half>(s, step, p[step]);
   }
   int accumulate = 0;
+  bool ended = false;  // the tile weighed last began a segment, and O is still that of the one before
+  // O as the product with that tile's values continues it.
+  const auto carry = [&] {
+    if (ended) {
+      run.merge(o, pieces, kOwners * kWarpgroup);
+      MergedState::keep(o, pieces, kOwners * kWarpgroup);
+      accumulate = 0;
+    } else {
+      rescale(o, alpha);
+    }
+  };
 #pragma unroll 1
   for (int i = 1; i < count; ++i) {
     const Uses before = used;
@@ -176,19 +190,28 @@ __device__ __forceinline__ void own_rows(const ForwardArguments& arguments, Whol
     barrier_wait(&shared.keys_full[used.slot()], used.parity());
     await_turn<kOwners>(owner);
     pin(s);
-    pin(o);
+    if constexpr (!kLate) pin(o);
     mma_fence();
     scores_product<Half, kColumns>(s, queries, shared.keys[used.slot()]);
     mma_commit();
+    const bool merges = kLate && ended;  // the other owners need not wait for it
+    if constexpr (kLate) {
+      if (merges) pass_turn<kOwners>(owner);
+      carry();
+    }
     barrier_wait(&shared.values_full[before.slot()], before.parity());
+    if constexpr (kLate) {
+      pin(o);
+      mma_fence();
+    }
     values_product<Half>(o, p, shared.values[before.slot()], accumulate);
     mma_commit();
-    pass_turn<kOwners>(owner);
+    if (!merges) pass_turn<kOwners>(owner);
     accumulate = 1;
     mma_wait<1>();
     pin(s);
     if (speaks) barrier_arrive(&shared.keys_free[used.slot()]);
-    const bool ended = (tiles.begin + i) % kSegmentTiles == 0;  // the segment of the tile before
+    ended = (tiles.begin + i) % kSegmentTiles == 0;
     if (ended) {
       run.append(state);
       state.clear();
@@ -200,15 +223,10 @@ __device__ __forceinline__ void own_rows(const ForwardArguments& arguments, Whol
     if (speaks) barrier_arrive(&shared.values_free[before.slot()]);
 #pragma unroll
     for (int step = 0; step < kTileKeys / kStepColumns; ++step) operand_of<Half>(s, step, p[step]);
-    if (ended) {
-      run.merge(o, pieces, kOwners * kWarpgroup);
-      MergedState::keep(o, pieces, kOwners * kWarpgroup);
-      accumulate = 0;
-    } else {
-      rescale(o, alpha);
-    }
+    if constexpr (!kLate) carry();
   }
   if (count > 0) {
+    if constexpr (kLate) carry();
     barrier_wait(&shared.values_full[used.slot()], used.parity());
     pin(o);
     mma_fence();
@@ -251,8 +269,8 @@ __global__ void __launch_bounds__(Whole<kColumns, kOwners>::kThreads, 1)
       barrier_init(&shared.values_free[stage], kOwners * 4);
     }
     for (int slot = 0; slot < kBlocks; ++slot) {
-      barrier_init(&shared.block_full[slot], 1);
-      barrier_init(&shared.block_free[slot], kOwners * 4);
+      barrier_init(&shared.block_full[slot], kWarpgroup);
+      barrier_init(&shared.block_free[slot], Shared::kOwnerThreads);
     }
     barrier_init(&shared.values_loaded, 1);
     barrier_init_fence();
@@ -272,8 +290,7 @@ __global__ void __launch_bounds__(Whole<kColumns, kOwners>::kThreads, 1)
       const auto& block = shared.blocks[turn.slot()];
       if (block.block < 0) break;
       own_rows<Half, kColumns, kOwners>(arguments, shared, block, owner, used);
-      __syncwarp();
-      if (threadIdx.x % 32 == 0) barrier_arrive(&shared.block_free[turn.slot()]);
+      barrier_arrive(&shared.block_free[turn.slot()]);
     }
   }
 }
