@@ -285,6 +285,7 @@ def _dense(op: str, given: Mapping[str, ArrayInfo], options: Mapping[str, Any]) 
     _heads(op, q[1], k[1])
     _head_dim(op, "q", q[3])
     _head_dim(op, "v", v[3])
+    _positions(op, options, q_start=q[2], k_start=k[2])
     features = _used(options)
     if _boolean(op, given, "key_padding_mask", (q[0], k[2]), "B, T"):
         features.add("key_padding_mask")
@@ -296,6 +297,14 @@ def _dense(op: str, given: Mapping[str, ArrayInfo], options: Mapping[str, Any]) 
         features.add("bias")
     sizes = {"batch": q[0], "heads": q[1], "kv_heads": k[1], "queries": q[2], "keys": k[2], "head_dim": q[3], "value_dim": v[3]}
     return sizes, features
+
+
+def _positions(op: str, options: Mapping[str, Any], **counts: int) -> None:
+    """The last position from each start that is a number; one in an array is checked by who can read it."""
+    for name, count in counts.items():
+        start = options.get(name)
+        if start is not None and count > 0 and start + count - 1 > _INT32_MAX:
+            raise ValueError(f"{op}: positions must stay below 2**31; got {name}={start} with {count} rows")
 
 
 def _bias(op: str, bias: ArrayInfo, full: tuple[int, ...]) -> None:
