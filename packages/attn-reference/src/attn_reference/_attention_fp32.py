@@ -57,7 +57,8 @@ def attention_fp32(
     arrays.update({name: start for name, start in starts.items() if isinstance(start, Tensor)})
     options: dict[str, Any] = {"causal": causal, "scale": scale, "window": window, "dropout_p": dropout_p, "dropout_seed": dropout_seed}
     options.update({name: start for name, start in starts.items() if not isinstance(start, Tensor)})
-    describe("attention", {name: info("attention_fp32", name, tensor) for name, tensor in arrays.items()}, options)
+    described = {name: info("attention_fp32", name, tensor) for name, tensor in arrays.items()}
+    describe("attention", described, options, caller="attention_fp32")
     if dropout_p > 0.0 and dropout_seed is None:
         raise ValueError("attention_fp32: dropout_p > 0 needs dropout_seed, since a fresh mask would not be golden")
     left, right = (-1 if side is None else int(side) for side in (window or (None, None)))

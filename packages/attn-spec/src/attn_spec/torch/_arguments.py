@@ -83,9 +83,9 @@ def _readable(tensor: Tensor | None) -> bool:
     return tensor is not None and tensor.device.type == "cpu" and not watched()
 
 
-def lengths(name: str, values: Tensor | None, limit: int) -> Tensor | None:
+def lengths(op: str, name: str, values: Tensor | None, limit: int) -> Tensor | None:
     if values is not None and _readable(values) and values.numel() and (int(values.min()) < 0 or int(values.max()) > limit):
-        raise ValueError(f"attention: {name} must lie in [0, {limit}]; got {values.tolist()}")
+        raise ValueError(f"{op}: {name} must lie in [0, {limit}]; got {values.tolist()}")
     return int64(values)
 
 

@@ -151,7 +151,7 @@ class QatOperators:
 
     def _quantized(self, inputs: AttentionInputs, config: QATConfig, contract: str | None, return_lse: bool) -> Outputs:
         if contract == _SM90:
-            score_factor(inputs.scale, contract)
+            score_factor(inputs.scale, contract, "qat_attention_varlen" if inputs.packed else "qat_attention")
         tensors = tuple(getattr(inputs, name) for name in _TENSORS)
         call = self._kernels, config, contract or _ORDERED, inputs.causal, inputs.scale
         out, lse = _Quantized.apply(*tensors, *call)
