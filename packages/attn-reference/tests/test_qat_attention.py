@@ -247,6 +247,29 @@ def test_second_derivatives_and_bad_arguments_are_refused() -> None:
         qat_attention(q, k, v, config={})  # type: ignore[arg-type]
 
 
+def test_torch_func_differentiates_and_names_what_it_cannot() -> None:
+    q, k, v, _ = qkv()
+
+    def loss(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        out, lse = qat_attention(q, k, v, return_lse=True)
+        return out.square().sum() + lse.sum()
+
+    leaves = [tensor.clone().requires_grad_() for tensor in (q, k, v)]
+    expected = torch.autograd.grad(loss(*leaves), leaves)
+    for found, wanted in zip(torch.func.grad(loss, argnums=(0, 1, 2))(q, k, v), expected, strict=True):
+        assert found.equal(wanted) and found.any()
+    mapped = [tensor.unsqueeze(0) for tensor in (q, k, v)]
+    for transformed, arguments in (
+        (torch.func.vmap(loss), mapped),
+        (torch.func.vmap(torch.func.grad(loss)), mapped),
+        (torch.func.jacrev(qat_attention), [q, k, v]),
+    ):
+        with pytest.raises(NotImplementedError, match=r"qat_attention: torch\.func\.vmap is not supported"):
+            transformed(*arguments)
+    with pytest.raises(NotImplementedError, match="qat_attention: has no second derivative"):
+        torch.func.grad(lambda q: torch.func.grad(loss)(q, k, v).sum())(q)
+
+
 @pytest.mark.parametrize("batch", (0, 1))
 @pytest.mark.parametrize("scale", (0.0, -1.0))
 def test_the_tensor_core_contract_needs_a_positive_scale(scale: float, batch: int) -> None:

@@ -225,7 +225,7 @@ def test_partials_out_of_order_are_refused() -> None:
     with pytest.raises(ValueError, match="sinks must be on the device of the parts, cpu; got meta"):
         merge_partials(parts, sinks=torch.zeros(2, device="meta"))
     for places in ({"q_start": None}, {"q_start": 0, "k_start": torch.tensor([0])}, {"q_start": 0, "k_start": None}):
-        with pytest.raises(TypeError, match=r"attention_partial: [qk]_start must be an integer( or an integer tensor \[B\])?; got (None|ten)"):
+        with pytest.raises(TypeError, match=r"attention_partial: [qk]_start must be an integer.*; got (None|tensor)"):
             attention_partial(q, k, v, **places)
     with pytest.raises(TypeError, match=r"attention_partial: q_start must be an integer or an integer tensor \[B\]; got 1.5"):
         attention_partial(q, k, v, q_start=1.5)  # type: ignore[arg-type]
@@ -254,7 +254,7 @@ def test_what_it_lacks_is_refused_by_name(engine: ModuleType, keywords: dict[str
 
 
 def test_the_scale_of_joint_attention_is_refused_in_its_name() -> None:
-    with pytest.raises(ValueError, match="^joint_attention: contract sm90-v1 needs scale"):
+    with pytest.raises(ValueError, match=r"^joint_attention: contract sm90-v1 needs scale"):
         attn_reference.joint_attention(*joint_tensors(9, 20), scale=-1.0, contract=CONTRACT)
 
 

@@ -37,7 +37,7 @@ def attention_fp32(
     dropout_seed: int | Tensor | None = None,
     return_lse: bool = False,
 ) -> Tensor | tuple[Tensor, Tensor]:
-    """``attention`` upcast to float32, whatever autocast and TF32 say, differentiable twice; O(S T) memory.
+    """``attention`` upcast to float32, whatever autocast and TF32 say, differentiable twice, forwards too; O(S T) memory.
 
     Args:
         q, k, v and the keywords: as in ``attention``; masks, rows without a key, sinks and dropout decisions are the same, and dropout
@@ -143,11 +143,17 @@ def _product(a: Tensor, b: Tensor) -> Tensor:
 class _Product(torch.autograd.Function):
     """``a @ b`` in float32 without TF32, bfloat16 passes or autocast, in the derivatives too, whenever and wherever they run."""
 
+    generate_vmap_rule = True
+
     @staticmethod
-    def forward(ctx: Any, a: Tensor, b: Tensor) -> Tensor:
-        ctx.save_for_backward(a, b)
+    def forward(a: Tensor, b: Tensor) -> Tensor:
         with torch.autocast(a.device.type, enabled=False), _full_precision():
             return a @ b
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Tensor, Tensor], output: Tensor) -> None:
+        ctx.save_for_backward(*inputs)
+        ctx.save_for_forward(*inputs)
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, Tensor | None]:
@@ -156,6 +162,12 @@ class _Product(torch.autograd.Function):
         da = _product(upstream, b.transpose(-1, -2)) if ctx.needs_input_grad[0] else None
         db = _product(a.transpose(-1, -2), upstream) if ctx.needs_input_grad[1] else None
         return da, db
+
+    @staticmethod
+    def jvp(ctx: Any, *tangents: Tensor) -> Tensor:
+        a, b = ctx.saved_tensors
+        da, db = tangents
+        return _product(da, b) + _product(a, db)
 
 
 @contextmanager
