@@ -202,6 +202,33 @@ def test_check_computes_a_recording_again(tmp_path, capsys):
     assert [name for name, row in rows.items() if not row["passed"]] == ["lse"]
 
 
+def test_check_records_what_it_computes_again(tmp_path, capsys):
+    for number, arguments in enumerate(
+        (["--window", "2", "none", "--check-grad"], ["--op", "qat_attention", "--head-dim", "16"], ["--contract", "sm90-v1"])
+    ):
+        path = str(tmp_path / f"{number}.safetensors")
+        sizes = ["--batch", "2", "--heads", "2", "--seq", "5"]
+        assert main(["check", "--candidate", "pytorch", *sizes, *arguments, "--record", path]) == 0
+        assert main(["check", "--candidate", "pytorch", "--recording", path]) == 0
+        assert "recorded build: " in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    "option", (["--seq", "77"], ["--dtype", "fp16"], ["--op", "attention"], ["--no-causal"], ["--seed", "0"], ["--sinks"], ["--check-grad"])
+)
+def test_a_recording_takes_no_option_that_it_decides(option, tmp_path, capsys):
+    assert main(["check", "--recording", recorded(tmp_path / "a"), *option]) == 2
+    assert f"a recording has its own call; it takes no {option[0].replace('--no-', '--')}" in capsys.readouterr().err
+
+
+def test_the_reference_is_an_engine_that_can_run_the_call(capsys):
+    sizes = ["--batch", "2", "--heads", "2", "--seq", "3", "--head-dim", "16"]
+    assert main(["check", "--candidate", "pytorch", "--op", "qat_attention", *sizes]) == 0
+    assert "reference: attn_reference:pytorch" in capsys.readouterr().out
+    assert main(["check", "--candidate", "pytorch", "--reference", "host", *sizes]) == 0
+    assert "reference: attn_reference:host" in capsys.readouterr().out
+
+
 def test_check_refuses_a_recording_without_a_call(tmp_path):
     Recording({"out.lse": np.zeros(1, np.float32)}, {"op": "attention"}).save(tmp_path / "c")
     with pytest.raises(ValueError, match="describes no call: its header lacks options, wrt, contract"):
