@@ -136,6 +136,32 @@ def test_second_derivatives() -> None:
     assert _is_close(found, second(plain_attention.attention, torch.float32), second(plain_attention.attention, torch.float64))
 
 
+def test_transforms_of_torch_func() -> None:
+    """grad, vmap, jvp and hessian, with each other's and autograd's values."""
+    q, k, v = (tensor[:, :, :3] for tensor in _inputs())
+
+    def loss(*tensors: Tensor) -> Tensor:
+        out = attention_fp32(*tensors)
+        assert isinstance(out, Tensor)
+        return out.square().sum()
+
+    leaves = [tensor.clone().requires_grad_() for tensor in (q, k, v)]
+    expected = torch.autograd.grad(loss(*leaves), leaves)
+    with hostile_settings():
+        found = torch.func.grad(loss, argnums=(0, 1, 2))(q, k, v)
+        assert all(torch.equal(a, b) for a, b in zip(found, expected, strict=True))
+        tangents = [torch.randn_like(tensor) for tensor in (q, k, v)]
+        _, slope = torch.func.jvp(loss, (q, k, v), tuple(tangents))
+        torch.testing.assert_close(slope, sum((a * b).sum() for a, b in zip(expected, tangents, strict=True)), rtol=1e-4, atol=1e-4)
+        mapped = torch.func.vmap(attention_fp32)(torch.stack((q, 2 * q)), torch.stack((k, k)), torch.stack((v, v)))
+        assert torch.equal(mapped[0], attention_fp32(q, k, v)) and torch.equal(mapped[1], attention_fp32(2 * q, k, v))
+        small = q[:1, :1, :, :2], k[:1, :1, :, :2], v[:1, :1, :, :2]
+        second = torch.func.hessian(loss)(*small).reshape(6, 6)
+        twice = torch.autograd.functional.hessian(loss, small)[0][0].reshape(6, 6)
+    torch.testing.assert_close(second, twice, rtol=1e-4, atol=1e-5)
+    assert second.abs().max() > 1e-2
+
+
 def test_settings_are_given_back() -> None:
     with hostile_settings():
         products = torch.backends.cuda.matmul.fp32_precision, torch.backends.mkldnn.matmul.fp32_precision

@@ -40,7 +40,7 @@ def test_the_bytes_of_numpy(length: int, outer: law.Outer, dtype: torch.dtype) -
     decoded = nvfp4.dequantize(found)
     assert decoded.isfinite().any() and decoded.isnan().any()
     assert_bytes(to_numpy(decoded), law.dequantize(expected), "values")
-    assert_bytes(to_numpy(nvfp4.fake_quantize(x.float(), outer=outer)), law.dequantize(expected), "without packing")
+    assert_bytes(to_numpy(nvfp4.fake_quantize(x, outer=outer)), law.dequantize(expected), "without packing")
 
 
 def test_every_scale_decodes_and_a_view_quantizes_as_its_copy() -> None:
@@ -50,6 +50,18 @@ def test_every_scale_decodes_and_a_view_quantizes_as_its_copy() -> None:
     assert_bytes(to_numpy(nvfp4.dequantize(packed)), law.dequantize(expected), "values")
     x = torch.randn(48, 32)
     assert torch.equal(nvfp4.quantize(x.T).codes, nvfp4.quantize(x.T.contiguous()).codes)
+
+
+@pytest.mark.parametrize("dtype", (torch.float32, torch.bfloat16, torch.float16))
+def test_the_gradient_passes_straight_through(dtype: torch.dtype) -> None:
+    x = torch.randn(3, 20, dtype=dtype, requires_grad=True)
+    upstream = torch.randn(3, 20)
+    (found,) = torch.autograd.grad(nvfp4.fake_quantize(x, outer="row"), x, upstream)
+    assert found.dtype == dtype and torch.equal(found, upstream.to(dtype))
+    _, tangent = torch.func.jvp(nvfp4.fake_quantize, (x.detach(),), (upstream.to(dtype),))
+    assert torch.equal(tangent, upstream.to(dtype).float())
+    mapped = torch.func.vmap(lambda row: nvfp4.fake_quantize(row, outer="row"))(x.detach())
+    assert torch.equal(mapped, nvfp4.fake_quantize(x.detach(), outer="row"))
 
 
 def test_flush_to_zero_moves_no_byte() -> None:
@@ -70,8 +82,12 @@ def test_flush_to_zero_moves_no_byte() -> None:
         ([1.0], "none", TypeError, "got list"),
         (torch.zeros(16), "tile", ValueError, r"2 axes or more; got shape \[16\]"),
         (torch.zeros(16), "global", ValueError, "got 'global'"),
+        (torch.zeros(16), 0, ValueError, "got 0"),
+        (torch.zeros(16), float("nan"), ValueError, "got nan"),
+        (torch.zeros(16, dtype=torch.int32), "none", TypeError, "got dtype torch.int32"),
     ],
 )
-def test_bad_arguments_are_named(x: torch.Tensor, outer: law.Outer, error: type[Exception], message: str) -> None:
-    with pytest.raises(error, match=message):
-        nvfp4.quantize(x, outer=outer)
+@pytest.mark.parametrize("function", ("quantize", "fake_quantize"))
+def test_bad_arguments_are_named(function: str, x: torch.Tensor, outer: law.Outer, error: type[Exception], message: str) -> None:
+    with pytest.raises(error, match=f"^{function}: .*{message}"):
+        getattr(nvfp4, function)(x, outer=outer)

@@ -7,6 +7,7 @@ from types import ModuleType
 
 import pytest
 import torch
+from attn_reference import attention
 from float_bits import differing, same_bits
 from torch import Tensor
 
@@ -108,3 +109,11 @@ def test_positions_beyond_32_bits_are_refused(engine: ModuleType) -> None:
         engine.attention(q, k, v, q_start=2**31 - 2)
     with pytest.raises(ValueError, match="position"):
         engine.attention(q, k, v, k_start=torch.tensor([2**31 - 4]))
+
+
+def test_a_start_that_is_a_number_is_checked_whatever_the_device() -> None:
+    q, k, v = (tensor.to("meta") for tensor in _qkv(3, 5))
+    with pytest.raises(ValueError, match=r"attention: positions must stay below 2\*\*31; got q_start=2147483646 with 3 rows"):
+        attention(q, k, v, q_start=2**31 - 2)
+    with pytest.raises(ValueError, match=r"got k_start=2147483644 with 5 rows"):
+        attention(q, k, v, k_start=2**31 - 4)

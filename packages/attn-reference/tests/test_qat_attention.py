@@ -247,6 +247,29 @@ def test_second_derivatives_and_bad_arguments_are_refused() -> None:
         qat_attention(q, k, v, config={})  # type: ignore[arg-type]
 
 
+def test_torch_func_differentiates_and_names_what_it_cannot() -> None:
+    q, k, v, _ = qkv()
+
+    def loss(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        out, lse = qat_attention(q, k, v, return_lse=True)
+        return out.square().sum() + lse.sum()
+
+    leaves = [tensor.clone().requires_grad_() for tensor in (q, k, v)]
+    expected = torch.autograd.grad(loss(*leaves), leaves)
+    for found, wanted in zip(torch.func.grad(loss, argnums=(0, 1, 2))(q, k, v), expected, strict=True):
+        assert found.equal(wanted) and found.any()
+    mapped = [tensor.unsqueeze(0) for tensor in (q, k, v)]
+    for transformed, arguments in (
+        (torch.func.vmap(loss), mapped),
+        (torch.func.vmap(torch.func.grad(loss)), mapped),
+        (torch.func.jacrev(qat_attention), [q, k, v]),
+    ):
+        with pytest.raises(NotImplementedError, match=r"qat_attention: torch\.func\.vmap is not supported"):
+            transformed(*arguments)
+    with pytest.raises(NotImplementedError, match="qat_attention: has no second derivative"):
+        torch.func.grad(lambda q: torch.func.grad(loss)(q, k, v).sum())(q)
+
+
 @pytest.mark.parametrize("batch", (0, 1))
 @pytest.mark.parametrize("scale", (0.0, -1.0))
 def test_the_tensor_core_contract_needs_a_positive_scale(scale: float, batch: int) -> None:
@@ -254,6 +277,23 @@ def test_the_tensor_core_contract_needs_a_positive_scale(scale: float, batch: in
     q = torch.zeros(batch, 1, 4, 64, dtype=torch.bfloat16)
     with pytest.raises(ValueError, match=f"contract nvfp4-sm90-v1 needs scale .* got scale={scale}"):
         qat_attention(q, q, q, scale=scale, contract="nvfp4-sm90-v1")
+
+
+def test_padded_segments_are_zero_between_and_equal_their_rows_alone() -> None:
+    """What lies in the padding, NaN too, moves no bit: no scale spans rows that are not used."""
+    q, k, v = (torch.randn(70, 2, 32, generator=torch.Generator().manual_seed(seed)) for seed in range(3))
+    offsets, used = torch.tensor([0, 30, 70], dtype=torch.int32), torch.tensor([21, 33], dtype=torch.int32)
+    padding = torch.tensor([*range(21, 30), *range(63, 70)])
+    dirty = [tensor.index_fill(0, padding, torch.nan).requires_grad_() for tensor in (q, k, v)]
+    out, lse = qat_attention_varlen(*dirty, offsets, offsets, seqlens_q=used, seqlens_k=used, return_lse=True)
+    gradients = torch.autograd.grad(out.sum() + lse[lse.isfinite()].sum(), dirty)
+    assert not out[padding].any() and (lse[:, padding] == -torch.inf).all() and not any(found[padding].any() for found in gradients)
+    for begin, end in ((0, 21), (30, 63)):
+        alone = [tensor[begin:end].transpose(0, 1).unsqueeze(0).requires_grad_() for tensor in (q, k, v)]
+        expected, expected_lse = qat_attention(*alone, return_lse=True)
+        assert out[begin:end].equal(expected[0].transpose(0, 1)) and lse[:, begin:end].equal(expected_lse[0])
+        for found, wanted in zip(gradients, torch.autograd.grad(expected.sum() + expected_lse.sum(), alone), strict=True):
+            assert found[begin:end].equal(wanted[0].transpose(0, 1)) and found[begin:end].any()
 
 
 def test_bad_offsets_are_named() -> None:

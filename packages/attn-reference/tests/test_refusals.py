@@ -43,6 +43,16 @@ def test_another_dtype_of_scores_is_refused(engine: Any, bad: Any) -> None:
         engine.joint_attn_qk_gemm(*qkv()[:2], out_dtype=bad)
 
 
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float8_e4m3fn])
+def test_autocast_excuses_no_dtype(engine: Any, dtype: torch.dtype) -> None:
+    q, k, v = (tensor.to(dtype) for tensor in qkv())
+    with torch.autocast("cpu"):
+        with pytest.raises(TypeError, match="attention: q has dtype float"):
+            engine.attention(q, k, v)
+        with pytest.raises(TypeError, match="joint_attn_qk_gemm: q has dtype float"):
+            engine.joint_attn_qk_gemm(q, k)
+
+
 @pytest.mark.parametrize("bad", [[1.0], torch.randn(1, 2, 3, 4).to_sparse()], ids=["list", "sparse"])
 @pytest.mark.parametrize("autocast", [False, True])
 def test_what_is_no_dense_tensor_is_named(engine: Any, bad: Any, autocast: bool) -> None:

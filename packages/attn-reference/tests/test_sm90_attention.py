@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 from dataclasses import replace
 from types import ModuleType
 from typing import Any
@@ -120,6 +121,14 @@ def test_any_number_of_partials_gives_the_bits_of_one_call(bounds: tuple[int, ..
     assert same_bytes(merged[1], lse)
 
 
+def test_partials_follow_autocast_as_attention_does() -> None:
+    q, k, v = normal(0, 1, 1, 3, 64), normal(1, 1, 1, 40, 64), normal(2, 1, 1, 40, 64)
+    with torch.autocast("cpu"):
+        (part,) = cut(q.float(), k.float(), v.float(), (0, 40))
+    assert part.dtype == torch.bfloat16
+    assert same_bytes(merge_partials([part])[0], merge_partials(cut(q, k, v, (0, 40)))[0])
+
+
 def test_partials_of_the_definition_are_those_of_the_host_kernels() -> None:
     inputs, _, _ = problem(3)
     inputs.k_start = None if inputs.k_start is None else torch.full_like(inputs.k_start, 1000)
@@ -204,10 +213,10 @@ def test_partials_out_of_order_are_refused() -> None:
         merge_partials([])
     with pytest.raises(TypeError, match="parts must be results of attention_partial; got int"):
         merge_partials([parts[0], 1])  # type: ignore[list-item]
-    with pytest.raises(ValueError, match=r"same queries, dtype and scale; got .* with scale 0\.5"):
-        merge_partials([parts[0], replace(parts[1], scale=0.5)])
-    with pytest.raises(ValueError, match="same queries, dtype and scale"):
-        merge_partials([parts[0], replace(parts[1], dtype=torch.float16)])
+    for name, other in (("scale", 0.5), ("dtype", torch.float16), ("q_start", 7), ("causal", False), ("window", (8, None))):
+        with pytest.raises(ValueError, match=rf"parts must be of one call over its keys; got {name} .* and {re.escape(str(other))}$"):
+            merge_partials([parts[0], replace(parts[1], **{name: other})])
+    merge_partials([parts[0], replace(parts[1], q_start=None)])
     for sinks in (torch.zeros(2), torch.tensor(0.0)):
         with pytest.raises(ValueError, match=r"sinks must have shape \[H\]"):
             merge_partials(parts, sinks=sinks)
@@ -216,8 +225,14 @@ def test_partials_out_of_order_are_refused() -> None:
     with pytest.raises(ValueError, match="sinks must be on the device of the parts, cpu; got meta"):
         merge_partials(parts, sinks=torch.zeros(2, device="meta"))
     for places in ({"q_start": None}, {"q_start": 0, "k_start": torch.tensor([0])}, {"q_start": 0, "k_start": None}):
-        with pytest.raises(TypeError, match="q_start must be given and k_start an int; got q_start="):
+        with pytest.raises(TypeError, match=r"attention_partial: [qk]_start must be an integer.*; got (None|tensor)"):
             attention_partial(q, k, v, **places)
+    with pytest.raises(TypeError, match=r"attention_partial: q_start must be an integer or an integer tensor \[B\]; got 1.5"):
+        attention_partial(q, k, v, q_start=1.5)  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="attention_partial: contract sm90-v1 needs scale"):
+        attention_partial(q, k, v, q_start=0, scale=-1.0)
+    with pytest.raises(TypeError, match="attention_partial: q is bfloat16 and v is float32"):
+        attention_partial(q, k, v.float(), q_start=0)
     with pytest.raises(UnsupportedProblem, match="gradients"):
         attention_partial(q.requires_grad_(), k, v, q_start=0)
     with pytest.raises(UnsupportedProblem, match=r"(?s)merge_partials.*gradients"):
@@ -236,6 +251,11 @@ def test_what_it_lacks_is_refused_by_name(engine: ModuleType, keywords: dict[str
     q = normal(0, 1, 1, 5, 64)
     with pytest.raises(UnsupportedProblem, match=reason):
         engine.attention(q, q, q, contract=CONTRACT, **keywords)
+
+
+def test_the_scale_of_joint_attention_is_refused_in_its_name() -> None:
+    with pytest.raises(ValueError, match=r"^joint_attention: contract sm90-v1 needs scale"):
+        attn_reference.joint_attention(*joint_tensors(9, 20), scale=-1.0, contract=CONTRACT)
 
 
 def test_other_dtypes_widths_and_scales_are_refused(engine: ModuleType) -> None:

@@ -134,8 +134,13 @@ def test_check_without_keys_tests_empty_rows(capsys):
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["--heads", "5", "--kv-heads", "2"], "must be a multiple of kv heads 2"),
-        (["--batch", "-1"], "no size negative"),
+        (["--heads", "5", "--kv-heads", "2"], "query heads must be a positive multiple of kv heads; got 5 query heads and 2 kv heads"),
+        (["--batch", "-1"], "--batch must be 0 or more; got -1"),
+        (["--head-dim", "0"], "the head dim of q must be at least 1; got 0"),
+        (["--value-dim", "0"], "the head dim of v must be at least 1; got 0"),
+        (["--op", "qat_attention", "--head-dim", "24"], "qat_attention: the head dim must be a multiple of 16 from 16 to 256; got 24"),
+        (["--op", "attn", "--contract", "ordered-v1"], "attn: it stands outside every contract, ordered-v1 included"),
+        (["--op", "joint_attn_softmax", "--features", "sinks"], "joint_attn_softmax: unknown argument 'sinks'"),
         (["--contract", "nope"], "unknown contract 'nope'"),
         (["--features", "nonsense"], "unknown feature 'nonsense'"),
     ],
@@ -143,6 +148,19 @@ def test_check_without_keys_tests_empty_rows(capsys):
 def test_explain_refuses_problems_that_cannot_exist(arguments, message, capsys):
     assert main(["explain", *arguments]) == 2
     assert message in capsys.readouterr().err
+
+
+def test_explain_describes_the_call_that_a_user_would_make(capsys):
+    sizes = ["--batch", "3", "--heads", "4", "--kv-heads", "2", "--seq", "5", "--keys", "9"]
+    for arguments, words in (
+        ([], "B=3 H=4 K=2 S=5 T=9 D=128 V=128 bfloat16 cpu ordered-v1 causal\n"),
+        (["--no-causal", "--features", "window", "bias", "gradient"], "ordered-v1 bias gradient window\n"),
+        (["--op", "attention_varlen", "--features", "seqlens_q"], "S=5 T=9 D=128 V=128 bfloat16 cpu ordered-v1 causal seqlens_q\n"),
+        (["--op", "qat_attention"], "cpu nvfp4-ordered-v1 config="),
+        (["--op", "joint_attn_softmax", "--features", "key_padding_mask"], "B=3 H=1 K=1 S=20 T=9"),
+    ):
+        main(["explain", *sizes, *arguments])
+        assert words in capsys.readouterr().out
 
 
 def test_explain_exits_1_when_nothing_runs_the_problem(capsys):
@@ -182,6 +200,33 @@ def test_check_computes_a_recording_again(tmp_path, capsys):
     assert main(["check", "--recording", recorded(tmp_path / "b", flip=True), "--json"]) == 1
     rows = json.loads(capsys.readouterr().out)["rows"]
     assert [name for name, row in rows.items() if not row["passed"]] == ["lse"]
+
+
+def test_check_records_what_it_computes_again(tmp_path, capsys):
+    for number, arguments in enumerate(
+        (["--window", "2", "none", "--check-grad"], ["--op", "qat_attention", "--head-dim", "16"], ["--contract", "sm90-v1"])
+    ):
+        path = str(tmp_path / f"{number}.safetensors")
+        sizes = ["--batch", "2", "--heads", "2", "--seq", "5"]
+        assert main(["check", "--candidate", "pytorch", *sizes, *arguments, "--record", path]) == 0
+        assert main(["check", "--candidate", "pytorch", "--recording", path]) == 0
+        assert "recorded build: " in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    "option", (["--seq", "77"], ["--dtype", "fp16"], ["--op", "attention"], ["--no-causal"], ["--seed", "0"], ["--sinks"], ["--check-grad"])
+)
+def test_a_recording_takes_no_option_that_it_decides(option, tmp_path, capsys):
+    assert main(["check", "--recording", recorded(tmp_path / "a"), *option]) == 2
+    assert f"a recording has its own call; it takes no {option[0].replace('--no-', '--')}" in capsys.readouterr().err
+
+
+def test_the_reference_is_an_engine_that_can_run_the_call(capsys):
+    sizes = ["--batch", "2", "--heads", "2", "--seq", "3", "--head-dim", "16"]
+    assert main(["check", "--candidate", "pytorch", "--op", "qat_attention", *sizes]) == 0
+    assert "reference: attn_reference:pytorch" in capsys.readouterr().out
+    assert main(["check", "--candidate", "pytorch", "--reference", "host", *sizes]) == 0
+    assert "reference: attn_reference:host" in capsys.readouterr().out
 
 
 def test_check_refuses_a_recording_without_a_call(tmp_path):

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import pytest
-from attn_spec import UnsupportedProblem, get_op
+import torch
+from attn_spec import QATConfig, UnsupportedProblem, get_op
 from attn_spec._errors import BackendUnavailable, UnknownName
 from doubles import Double, Install
 
@@ -96,6 +97,28 @@ def test_an_op_runs_and_names_what_it_lacks(install: Install) -> None:
         op.forward_fp32(3)
     with pytest.raises(UnsupportedProblem, match="has no log-sum-exp"):
         op.forward_with_lse(3)
+
+
+@pytest.mark.parametrize("call", ("__call__", "forward", "forward_with_lse", "forward_fp32"))
+@pytest.mark.parametrize(("bound", "given"), ((None, "sm90-v1"), ("sm90-v1", None), ("sm90-v1", "ordered-v1")))
+def test_a_call_runs_the_contract_of_its_trace(call: str, bound: str | None, given: str | None) -> None:
+    op = get_op("attention", backend="attn_reference:pytorch", contract=bound)
+    with pytest.raises(ValueError, match=f"bound to contract {op.trace.contract}; got contract={given!r}"):
+        getattr(op, call)(*qkv(), contract=given)
+
+
+def test_a_call_may_repeat_the_contract_and_the_config_of_its_trace() -> None:
+    config = QATConfig(p_outer="row")
+    op = get_op("qat_attention", backend="attn_reference:pytorch", config=config)
+    expected = op(*qkv())
+    assert op(*qkv(), contract=None, config=config).equal(expected)
+    assert op.forward(*qkv(), contract="nvfp4-ordered-v1").equal(expected)
+    with pytest.raises(ValueError, match=r"bound to config QATConfig\(.*p_outer='row'.*got config=QATConfig\(.*p_outer=2688"):
+        op(*qkv(), config=QATConfig())
+
+
+def qkv() -> list[torch.Tensor]:
+    return list(torch.linspace(-1, 1, 3 * 2 * 64, dtype=torch.bfloat16).reshape(3, 1, 1, 2, 64))
 
 
 def test_a_trace_is_plain_data(install: Install) -> None:

@@ -83,3 +83,26 @@ def test_a_truth_value_is_no_probability() -> None:
 def test_a_missing_input_is_named() -> None:
     with pytest.raises(TypeError, match="attention: missing k, v"):
         describe("attention", {"q": Q})
+
+
+def test_an_argument_that_the_operator_does_not_have_is_named() -> None:
+    array = np.zeros((1, 2, 4, 8), np.float32)
+    arrays = dict.fromkeys("qkv", array)
+    with pytest.raises(TypeError, match=r"attention: unknown argument 'casual'; known: q, k, v, .*causal"):
+        Call("attention", arrays, {"casual": False}).problem()
+    with pytest.raises(TypeError, match="attn: unknown argument 'sinks'; known: q, k, v, causal, scale"):
+        Call("attn", {**arrays, "sinks": array}).problem()
+    with pytest.raises(TypeError, match="attention: q must be a numpy array; got list"):
+        Call("attention", {**arrays, "q": [1]}).problem()  # type: ignore[dict-item]
+    for name in ("w", "sinks"):
+        with pytest.raises(ValueError, match=rf"wrt must name arrays of the call that have a gradient \(q, k, v\); got '{name}'"):
+            Call("attention", arrays, wrt=(name,))
+
+
+def test_messages_name_the_function_that_was_called() -> None:
+    with pytest.raises(TypeError, match=r"^attn: q is bfloat16 and v is float32"):
+        describe("attn", {"q": Q, "k": K, "v": ArrayInfo(V.shape, "float32")})
+    with pytest.raises(TypeError, match=r"^attention_fp32: q is bfloat16 and v is float32"):
+        describe("attention", {"q": Q, "k": K, "v": ArrayInfo(V.shape, "float32")}, caller="attention_fp32")
+    with pytest.raises(TypeError, match=r"^attention: q_start must be an integer or an integer array .*; got 1.5"):
+        describe("attention", {"q": Q, "k": K, "v": V}, {"q_start": 1.5})

@@ -105,3 +105,9 @@ def test_refusals(device):
     with pytest.raises(UnsupportedProblem, match="dropout") as refusal:
         TritonKernels.attention_forward(AttentionInputs(q=q, k=q, v=q, dropout_p=0.5, dropout_seed=seed), torch.float32)
     assert "head_dim=300" in str(refusal.value)
+
+
+@pytest.mark.parametrize(("name", "start"), (("q_start", 2**40), ("q_start", -(2**31) - 1), ("k_start", -300), ("k_start", 2**31 - 2)))
+def test_positions_that_can_be_read_are_checked(name, start):
+    with pytest.raises(ValueError, match=f"attention: positions from {name} must be"):
+        attention_problem(calls.inputs(**{name: torch.tensor([start])}))

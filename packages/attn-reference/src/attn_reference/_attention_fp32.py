@@ -37,7 +37,7 @@ def attention_fp32(
     dropout_seed: int | Tensor | None = None,
     return_lse: bool = False,
 ) -> Tensor | tuple[Tensor, Tensor]:
-    """``attention`` upcast to float32, whatever autocast and TF32 say, differentiable twice; O(S T) memory.
+    """``attention`` upcast to float32, whatever autocast and TF32 say, differentiable twice, forwards too; O(S T) memory.
 
     Args:
         q, k, v and the keywords: as in ``attention``; masks, rows without a key, sinks and dropout decisions are the same, and dropout
@@ -57,7 +57,8 @@ def attention_fp32(
     arrays.update({name: start for name, start in starts.items() if isinstance(start, Tensor)})
     options: dict[str, Any] = {"causal": causal, "scale": scale, "window": window, "dropout_p": dropout_p, "dropout_seed": dropout_seed}
     options.update({name: start for name, start in starts.items() if not isinstance(start, Tensor)})
-    describe("attention", {name: info("attention_fp32", name, tensor) for name, tensor in arrays.items()}, options)
+    described = {name: info("attention_fp32", name, tensor) for name, tensor in arrays.items()}
+    describe("attention", described, options, caller="attention_fp32")
     if dropout_p > 0.0 and dropout_seed is None:
         raise ValueError("attention_fp32: dropout_p > 0 needs dropout_seed, since a fresh mask would not be golden")
     left, right = (-1 if side is None else int(side) for side in (window or (None, None)))
@@ -142,11 +143,17 @@ def _product(a: Tensor, b: Tensor) -> Tensor:
 class _Product(torch.autograd.Function):
     """``a @ b`` in float32 without TF32, bfloat16 passes or autocast, in the derivatives too, whenever and wherever they run."""
 
+    generate_vmap_rule = True
+
     @staticmethod
-    def forward(ctx: Any, a: Tensor, b: Tensor) -> Tensor:
-        ctx.save_for_backward(a, b)
+    def forward(a: Tensor, b: Tensor) -> Tensor:
         with torch.autocast(a.device.type, enabled=False), _full_precision():
             return a @ b
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Tensor, Tensor], output: Tensor) -> None:
+        ctx.save_for_backward(*inputs)
+        ctx.save_for_forward(*inputs)
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, Tensor | None]:
@@ -155,6 +162,12 @@ class _Product(torch.autograd.Function):
         da = _product(upstream, b.transpose(-1, -2)) if ctx.needs_input_grad[0] else None
         db = _product(a.transpose(-1, -2), upstream) if ctx.needs_input_grad[1] else None
         return da, db
+
+    @staticmethod
+    def jvp(ctx: Any, *tangents: Tensor) -> Tensor:
+        a, b = ctx.saved_tensors
+        da, db = tangents
+        return _product(da, b) + _product(a, db)
 
 
 @contextmanager

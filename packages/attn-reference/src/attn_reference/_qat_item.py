@@ -15,7 +15,7 @@ from attn_reference._row import RowState, row_delta, row_state, score_gradient
 from attn_reference._scores import SCORE_BLOCK
 from attn_reference._segment import Segment
 from attn_reference._tile import TileLayout
-from attn_reference.nvfp4 import fake_quantize
+from attn_reference.nvfp4 import rounded
 
 __all__ = ["Item"]
 
@@ -77,7 +77,7 @@ class Item:
             masked = (scores == -torch.inf) | ~self.visible[query[block]]
             state = row_state(scores, masked, self.layout, None if sinks is None else sinks[:, block])
             exponentials = torch.where(masked, 0.0, state.exponential(scores - state.max.unsqueeze(-1)))
-            quantized = fake_quantize(exponentials, outer=self.config.p_scale) if self.config.quantize_p else exponentials
+            quantized = rounded(exponentials, outer=self.config.p_scale) if self.config.quantize_p else exponentials
             yield _Block(block, scores, masked, state, torch.where(masked, 0.0, quantized))
 
     def forward(self) -> tuple[Tensor, RowState]:

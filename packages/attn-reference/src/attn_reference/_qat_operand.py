@@ -9,7 +9,7 @@ from attn_spec import QATConfig
 from torch import Tensor
 
 from attn_reference._chain import ordered_sum
-from attn_reference.nvfp4 import fake_quantize
+from attn_reference.nvfp4 import rounded
 
 __all__ = ["Operand", "operands"]
 
@@ -30,8 +30,8 @@ class Operand:
         if not quantize:
             return cls(original, original, mean)
         if transposed:
-            return cls(original, fake_quantize(original.transpose(-1, -2), outer=config.qkv_outer).transpose(-1, -2), mean)
-        return cls(original, fake_quantize(original, outer=config.qkv_outer), mean)
+            return cls(original, rounded(original.transpose(-1, -2), outer=config.qkv_outer).transpose(-1, -2), mean)
+        return cls(original, rounded(original, outer=config.qkv_outer), mean)
 
     def backward(self, config: QATConfig) -> Tensor:
         """What the products of the backward read."""

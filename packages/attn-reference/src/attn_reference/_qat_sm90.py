@@ -17,7 +17,7 @@ from attn_reference._rounding import nearest
 from attn_reference._segment import Segment, fresh_results, segments
 from attn_reference._sm90_arithmetic import chain, ex2, halves
 from attn_reference._sm90_attention import _LN_2, _LOG2_E, _dsinks, _Item, _over_queries
-from attn_reference.nvfp4 import fake_quantize
+from attn_reference.nvfp4 import rounded
 
 __all__ = ["CONTRACT", "backward", "forward"]
 
@@ -57,7 +57,7 @@ class _Quantized:
         """P in half, without the outer decoding scale; masked pairs are +0."""
         if not self.config.quantize_p:
             return nearest(torch.where(shown, e, 0.0), self.half)
-        values = fake_quantize(e, outer=self.config.p_scale, decode_outer=False)
+        values = rounded(e, outer=self.config.p_scale, decode_outer=False)
         return nearest(torch.where(shown, values, 0.0), self.half)
 
     def sum_of_classes(self, terms: Tensor) -> Tensor:

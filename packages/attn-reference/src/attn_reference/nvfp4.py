@@ -6,6 +6,7 @@ The bytes are those of ``attn_spec.nvfp4`` (numpy) and ``attn/nvfp4.h`` (C++).
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from attn_spec._qat import LARGEST, Outer, check_outer
@@ -46,12 +47,7 @@ def quantize(x: Tensor, *, outer: Outer = "none") -> NVFP4:
     Raises:
         TypeError, ValueError: another dtype, too few axes, another ``outer``.
     """
-    check_outer("quantize: outer", outer)
-    if not isinstance(x, Tensor) or x.dtype not in _DTYPES:
-        found = f"dtype {x.dtype}" if isinstance(x, Tensor) else type(x).__name__
-        raise TypeError(f"quantize: x must be a tensor of float32, bfloat16 or float16; got {found}")
-    if x.ndim < (2 if outer == "tile" else 1):
-        raise ValueError(f"quantize: x must have {'2 axes' if outer == 'tile' else '1 axis'} or more; got shape {list(x.shape)}")
+    _check("quantize", x, outer)
     values = x.detach().float()
     codes, scales, decoding = _codes(values, outer)
     codes = codes.flatten(-2)
@@ -65,10 +61,56 @@ def dequantize(packed: NVFP4) -> Tensor:
     return _values(codes, packed.scales, packed.outer)[..., : packed.length]
 
 
-def fake_quantize(x: Tensor, *, outer: Outer = "none", decode_outer: bool = True) -> Tensor:
-    """``dequantize(quantize(x))`` of float32 [..., N], without packing; without ``decode_outer`` not multiplied by the outer scale."""
-    codes, scales, decoding = _codes(x, outer)
-    return _values(codes, scales, decoding if decode_outer else torch.ones_like(decoding))[..., : x.shape[-1]]
+def fake_quantize(x: Tensor, *, outer: Outer = "none") -> Tensor:
+    """``dequantize(quantize(x))``, float32 [..., N], with a straight-through gradient: that of x is the one of the result, in x's dtype.
+
+    Args:
+        x, outer: as in ``quantize``.
+
+    Raises:
+        TypeError, ValueError: as ``quantize``.
+    """
+    _check("fake_quantize", x, outer)
+    found: Tensor = _StraightThrough.apply(x.float(), outer)
+    return found
+
+
+def rounded(values: Tensor, *, outer: Outer = "none", decode_outer: bool = True) -> Tensor:
+    """``fake_quantize`` of float32 values inside an operator: no checks, no gradient, the caller's floating-point mode; without
+    ``decode_outer`` not multiplied by the outer scale."""
+    codes, scales, decoding = _codes(values, outer)
+    return _values(codes, scales, decoding if decode_outer else torch.ones_like(decoding))[..., : values.shape[-1]]
+
+
+class _StraightThrough(torch.autograd.Function):
+    generate_vmap_rule = True
+
+    @staticmethod
+    @keeps_subnormals
+    def forward(values: Tensor, outer: Outer) -> Tensor:
+        return rounded(values, outer=outer)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Tensor, Outer], output: Tensor) -> None:
+        """Keeps nothing: the gradient passes through."""
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None]:
+        return gradients[0], None
+
+    @staticmethod
+    def jvp(ctx: Any, *tangents: Any) -> Tensor:
+        tangent: Tensor = tangents[0]
+        return tangent.clone()
+
+
+def _check(function: str, x: Tensor, outer: Outer) -> None:
+    check_outer(f"{function}: outer", outer)
+    if not isinstance(x, Tensor) or x.dtype not in _DTYPES:
+        found = f"dtype {x.dtype}" if isinstance(x, Tensor) else type(x).__name__
+        raise TypeError(f"{function}: x must be a tensor of float32, bfloat16 or float16; got {found}")
+    if x.ndim < (2 if outer == "tile" else 1):
+        raise ValueError(f"{function}: x must have {'2 axes' if outer == 'tile' else '1 axis'} or more; got shape {list(x.shape)}")
 
 
 def _codes(values: Tensor, outer: Outer) -> tuple[Tensor, Tensor, Tensor]:

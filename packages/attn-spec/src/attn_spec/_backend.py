@@ -12,6 +12,7 @@ import numpy as np
 from attn_spec._arrays import dtype_name
 from attn_spec._capabilities import Capabilities
 from attn_spec._errors import UnknownName
+from attn_spec._operators import operator
 from attn_spec._problem import Problem
 from attn_spec._validation import ArrayInfo, describe
 
@@ -33,8 +34,18 @@ class Call:
     wrt: tuple[str, ...] = ()
     contract: str | None = None
 
+    def __post_init__(self) -> None:
+        """ValueError for gradients that the operator does not have, or of arrays that are not given."""
+        for name in self.wrt:
+            if name not in operator(self.op).gradients or name not in self.arrays:
+                known = ", ".join(known for known in operator(self.op).gradients if known in self.arrays)
+                raise ValueError(f"{self.op}: wrt must name arrays of the call that have a gradient ({known}); got {name!r}")
+
     def problem(self, device: str = "cpu") -> Problem:
         """What the call asks for on ``device``. Raises TypeError or ValueError when it is malformed."""
+        for name, array in self.arrays.items():
+            if not isinstance(array, np.ndarray):
+                raise TypeError(f"{self.op}: {name} must be a numpy array; got {type(array).__name__}")
         described = {name: ArrayInfo(tuple(array.shape), dtype_name(array.dtype), device) for name, array in self.arrays.items()}
         return describe(self.op, described, self.options, contract=self.contract, gradient=bool(self.wrt))
 

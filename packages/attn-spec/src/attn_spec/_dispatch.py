@@ -22,33 +22,52 @@ __all__ = ["Op", "get_op"]
 
 class Op:
     """One operator of one backend: callable, with ``forward``, ``forward_fp32`` and ``forward_with_lse`` where they apply, and its
-    ``trace``."""
+    ``trace``. A call may name its contract and config again, but no others: the trace says what every call ran."""
 
     def __init__(self, name: str, backend: Backend, engine: str, trace: Trace, config: QATConfig | None = None) -> None:
         functions = backend.operators(engine)
         self.name, self.trace = name, trace
-        self.forward: Callable[..., Any] = functions[name]
+        self._config = config
+        self._function: Callable[..., Any] = functions[name]
         self._float32 = functions.get(f"{name}.forward_fp32")
         if config is not None:
-            self.forward = partial(self.forward, config=config)
-        if trace.contract != default_contract(name, "float32", 1, trace.platform.split()[0]):
-            self.forward = partial(self.forward, contract=trace.contract)
+            self._function = partial(self._function, config=config)
+        self._is_default = trace.contract == default_contract(name, "float32", 1, trace.platform.split()[0])
+        if not self._is_default:
+            self._function = partial(self._function, contract=trace.contract)
             self._float32 = None if self._float32 is None else partial(self._float32, contract=trace.contract)
 
     def __call__(self, *arguments: Any, **keywords: Any) -> Any:
-        return self.forward(*arguments, **keywords)
+        if "contract" in keywords or "config" in keywords:
+            self._check_bound(keywords)
+        return self._function(*arguments, **keywords)
+
+    forward = __call__
 
     def forward_fp32(self, *arguments: Any, **keywords: Any) -> Any:
         """The same arithmetic with a float32 result, whatever the input dtype."""
         if self._float32 is None:
             raise UnsupportedProblem(self.trace.selected_backend, [f"{self.name} has no forward_fp32"])
+        self._check_bound(keywords)
         return self._float32(*arguments, **keywords)
 
     def forward_with_lse(self, *arguments: Any, **keywords: Any) -> Any:
         """``(out, lse)`` of attention."""
         if "return_lse" not in OPERATORS[self.name].options:
             raise UnsupportedProblem(self.trace.selected_backend, [f"{self.name} has no log-sum-exp"])
-        return self.forward(*arguments, **keywords, return_lse=True)
+        return self(*arguments, **keywords, return_lse=True)
+
+    def _check_bound(self, keywords: dict[str, Any]) -> None:
+        """ValueError for a contract or a config that is not that of the trace."""
+        contract = keywords.get("contract", self.trace.contract)
+        if contract != self.trace.contract and not (contract is None and self._is_default):
+            raise ValueError(
+                f"{self.name}: this op is bound to contract {self.trace.contract}; got contract={contract!r} (get_op takes the contract)"
+            )
+        if self._config is not None and keywords.get("config", self._config) != self._config:
+            raise ValueError(
+                f"{self.name}: this op is bound to config {self._config}; got config={keywords['config']} (get_op takes the config)"
+            )
 
     def __repr__(self) -> str:
         return f"<{self.name} of {self.trace.selected_backend}, contract {self.trace.contract}>"

@@ -122,5 +122,6 @@ class QATConfig:
         if self.qkv_outer == "tile" and quantized:
             found.append("qkv_outer='tile' with causal=True (a tile holds later tokens; supported: none, row or a number)")
         if self.quantize_v and self.v_axis == "keys":
-            found.append("v_axis='keys' with causal=True (a block holds later tokens; use v_axis='head_dim' or quantize_v=False)")
+            use = "use QATConfig.training(causal=True), v_axis='head_dim' or quantize_v=False"
+            found.append(f"v_axis='keys' with causal=True (a block holds later tokens; {use})")
         return tuple(found)

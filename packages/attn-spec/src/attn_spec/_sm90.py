@@ -27,12 +27,13 @@ def key_tile(head_dim: int) -> int:
 
 
 @lru_cache(maxsize=256)
-def score_factor(scale: float, contract: str = CONTRACT) -> float:
-    """``c = RN(scale * log2 e)``, the binary32 factor of the scores of ``contract``. ValueError unless it is normal and positive."""
+def score_factor(scale: float, contract: str = CONTRACT, function: str = "attention") -> float:
+    """``c = RN(scale * log2 e)``, the binary32 factor of the scores of ``contract``. ValueError, in the name of ``function``, unless it is
+    normal and positive."""
     with np.errstate(over="ignore"):
         factor = np.float32(0.0) if math.isnan(scale) else np.float64(scale * _LOG2_E).astype(np.float32)
     if not (np.finfo(np.float32).tiny <= factor <= np.finfo(np.float32).max):
-        raise ValueError(f"attention: contract {contract} needs scale * log2(e) to be a normal positive float32; got scale={scale}")
+        raise ValueError(f"{function}: contract {contract} needs scale * log2(e) to be a normal positive float32; got scale={scale}")
     return float(factor)
 
 

@@ -42,22 +42,29 @@ def describe(
     *,
     contract: str | None = None,
     gradient: bool = False,
+    caller: str | None = None,
 ) -> Problem:
     """Check one call and describe it.
 
     ``arrays`` maps argument names to ArrayInfo (None: not given); ``options`` holds the keyword options; integers given in place of an
-    array (``q_start=0``) go to ``options``. Raises TypeError for dtypes, ValueError for shapes, sizes, devices and option values, each
-    naming the value, UnknownName for a contract that there is not.
+    array (``q_start=0``) go to ``options``. ``caller`` is the function that messages name (default: the operator). Raises TypeError for
+    dtypes and for arguments that the operator does not have, ValueError for shapes, sizes, devices and option values, each naming the
+    value, UnknownName for a contract that there is not.
     """
     spec = operator(op)
     given = {name: info for name, info in arrays.items() if info is not None}
     options = dict(options or {})
+    function = caller or op
     missing = [name for name in spec.inputs if name not in given]
     if missing:
-        raise TypeError(f"{op}: missing {', '.join(missing)}")
-    _check_devices(op, given)
-    _check_options(op, options)
-    sizes, features = _CHECKS[op](given, options)
+        raise TypeError(f"{function}: missing {', '.join(missing)}")
+    known = (*spec.arrays, *spec.options)
+    for name in (*arrays, *options):
+        if name not in known:
+            raise TypeError(f"{function}: unknown argument {name!r}; known: {', '.join(known)}")
+    _check_devices(function, given)
+    _check_options(function, options)
+    sizes, features = _CHECKS[op](function, given, options)
     if gradient:
         features.add("gradient")
     dtype, device = given[spec.inputs[0]].dtype, given[spec.inputs[0]].device
@@ -191,7 +198,7 @@ def _check_options(op: str, options: Mapping[str, Any]) -> None:
     for name in ("q_start", "k_start"):
         start = options.get(name)
         if start is not None and not _is_integer(start):
-            raise ValueError(f"{op}: {name} must be an integer or an integer array [B]; got {start!r}")
+            raise TypeError(f"{op}: {name} must be an integer or an integer array [B]; got {start!r}")
         if start is not None and abs(start) > _INT32_MAX:
             raise ValueError(f"{op}: {name} must be an integer within 32 bits, from -(2**31 - 1) to 2**31 - 1; got {start}")
     if (options.get("k_start") or 0) < 0:
@@ -209,8 +216,7 @@ def _used(options: Mapping[str, Any]) -> set[str]:
     return used | {name for name in ("q_start", "k_start") if options.get(name) is not None}
 
 
-def _qk_gemm(given: Mapping[str, ArrayInfo], options: Mapping[str, Any]) -> tuple[dict[str, int], set[str]]:
-    op = "joint_attn_qk_gemm"
+def _qk_gemm(op: str, given: Mapping[str, ArrayInfo], options: Mapping[str, Any]) -> tuple[dict[str, int], set[str]]:
     _float(op, given, "q", "k")
     _rank(op, given, 4, "B, H, S, D", "q")
     _rank(op, given, 4, "B, K, T, D", "k")
@@ -222,8 +228,7 @@ def _qk_gemm(given: Mapping[str, ArrayInfo], options: Mapping[str, Any]) -> tupl
     return {"batch": batch, "heads": heads, "kv_heads": kv_heads, "queries": queries, "keys": keys, "head_dim": head_dim}, set()
 
 
-def _softmax(given: Mapping[str, ArrayInfo], options: Mapping[str, Any]) -> tuple[dict[str, int], set[str]]:
-    op = "joint_attn_softmax"
+def _softmax(op: str, given: Mapping[str, ArrayInfo], options: Mapping[str, Any]) -> tuple[dict[str, int], set[str]]:
     _float(op, given, "scores")
     shape = given["scores"].shape
     if not shape:
@@ -242,8 +247,7 @@ def _softmax(given: Mapping[str, ArrayInfo], options: Mapping[str, Any]) -> tupl
     return {"batch": batch, "queries": math.prod(shape[1:-1]), "keys": shape[-1]}, features
 
 
-def _av_gemm(given: Mapping[str, ArrayInfo], options: Mapping[str, Any]) -> tuple[dict[str, int], set[str]]:
-    op = "joint_attn_av_gemm"
+def _av_gemm(op: str, given: Mapping[str, ArrayInfo], options: Mapping[str, Any]) -> tuple[dict[str, int], set[str]]:
     for name in ("probs", "v"):
         _float(op, given, name)
     if given["probs"].dtype not in ("float32", given["v"].dtype):
@@ -258,15 +262,8 @@ def _av_gemm(given: Mapping[str, ArrayInfo], options: Mapping[str, Any]) -> tupl
     return {"batch": batch, "heads": heads, "kv_heads": kv_heads, "queries": queries, "keys": keys, "value_dim": value_dim}, set()
 
 
-def _attention(given: Mapping[str, ArrayInfo], options: Mapping[str, Any]) -> tuple[dict[str, int], set[str]]:
-    return _dense("attention", given, options)
-
-
-def _qat_attention(given: Mapping[str, ArrayInfo], options: Mapping[str, Any]) -> tuple[dict[str, int], set[str]]:
-    return _four_bit("qat_attention", *_dense("qat_attention", given, options))
-
-
-def _four_bit(op: str, sizes: dict[str, int], features: set[str]) -> tuple[dict[str, int], set[str]]:
+def _four_bit(op: str, given: Mapping[str, ArrayInfo], options: Mapping[str, Any]) -> tuple[dict[str, int], set[str]]:
+    sizes, features = (_dense if op == "qat_attention" else _packed)(op, given, options)
     _equal(op, "head dims", q=sizes["head_dim"], v=sizes["value_dim"])
     if sizes["head_dim"] not in _FOUR_BIT_HEAD_DIMS:
         raise ValueError(f"{op}: the head dim must be a multiple of 16 from 16 to 256; got {sizes['head_dim']}")
@@ -285,6 +282,7 @@ def _dense(op: str, given: Mapping[str, ArrayInfo], options: Mapping[str, Any]) 
     _heads(op, q[1], k[1])
     _head_dim(op, "q", q[3])
     _head_dim(op, "v", v[3])
+    _positions(op, options, q_start=q[2], k_start=k[2])
     features = _used(options)
     if _boolean(op, given, "key_padding_mask", (q[0], k[2]), "B, T"):
         features.add("key_padding_mask")
@@ -298,6 +296,14 @@ def _dense(op: str, given: Mapping[str, ArrayInfo], options: Mapping[str, Any]) 
     return sizes, features
 
 
+def _positions(op: str, options: Mapping[str, Any], **counts: int) -> None:
+    """The last position from each start that is a number; one in an array is checked by who can read it."""
+    for name, count in counts.items():
+        start = options.get(name)
+        if start is not None and count > 0 and start + count - 1 > _INT32_MAX:
+            raise ValueError(f"{op}: positions must stay below 2**31; got {name}={start} with {count} rows")
+
+
 def _bias(op: str, bias: ArrayInfo, full: tuple[int, ...]) -> None:
     if bias.dtype not in DTYPES:
         raise TypeError(
@@ -306,14 +312,6 @@ def _bias(op: str, bias: ArrayInfo, full: tuple[int, ...]) -> None:
     # no "size not in (1, axis)": torch.compile answers that without looking at the values of symbolic sizes
     if len(bias.shape) != 4 or any(size != 1 and size != axis for size, axis in zip(bias.shape, full, strict=True)):
         raise ValueError(f"{op}: bias must have shape [B|1, H|1, S|1, T|1] for [B, H, S, T] = {list(full)}; got {list(bias.shape)}")
-
-
-def _varlen(given: Mapping[str, ArrayInfo], options: Mapping[str, Any]) -> tuple[dict[str, int], set[str]]:
-    return _packed("attention_varlen", given, options)
-
-
-def _qat_varlen(given: Mapping[str, ArrayInfo], options: Mapping[str, Any]) -> tuple[dict[str, int], set[str]]:
-    return _four_bit("qat_attention_varlen", *_packed("qat_attention_varlen", given, options))
 
 
 def _packed(op: str, given: Mapping[str, ArrayInfo], options: Mapping[str, Any]) -> tuple[dict[str, int], set[str]]:
@@ -345,9 +343,8 @@ def _packed(op: str, given: Mapping[str, ArrayInfo], options: Mapping[str, Any])
     return sizes, features
 
 
-def _joint(given: Mapping[str, ArrayInfo], options: Mapping[str, Any]) -> tuple[dict[str, int], set[str]]:
-    op = "joint_attention"
-    names = OPERATORS[op].inputs
+def _joint(op: str, given: Mapping[str, ArrayInfo], options: Mapping[str, Any]) -> tuple[dict[str, int], set[str]]:
+    names = OPERATORS["joint_attention"].inputs
     _float(op, given, *names)
     _rank(op, given, 4, "B, H, S, D", *names)
     shapes = {name: given[name].shape for name in names}
@@ -369,18 +366,14 @@ def _joint(given: Mapping[str, ArrayInfo], options: Mapping[str, Any]) -> tuple[
     return sizes, features
 
 
-def _production(given: Mapping[str, ArrayInfo], options: Mapping[str, Any]) -> tuple[dict[str, int], set[str]]:
-    return _attention(given, options)
-
-
 _CHECKS = {
     "joint_attn_qk_gemm": _qk_gemm,
     "joint_attn_softmax": _softmax,
     "joint_attn_av_gemm": _av_gemm,
-    "attention": _attention,
-    "attention_varlen": _varlen,
-    "qat_attention": _qat_attention,
-    "qat_attention_varlen": _qat_varlen,
+    "attention": _dense,
+    "attention_varlen": _packed,
+    "qat_attention": _four_bit,
+    "qat_attention_varlen": _four_bit,
     "joint_attention": _joint,
-    "attn": _production,
+    "attn": _dense,
 }

@@ -157,6 +157,8 @@ def attention_problem(inputs: AttentionInputs, *, columns_first: bool = False) -
         (batch, heads, queries, head_dim), (kv_heads, keys) = q.shape, k.shape[1:3]
     if keys > MAX_KEYS:
         raise ValueError(f"attention: at most {MAX_KEYS} keys are supported; got {keys}")
+    _check_positions("q_start", inputs.q_start, queries, -(2**31))
+    _check_positions("k_start", inputs.k_start, keys, 0)
     logical = None if inputs.key_mask is None or inputs.key_mask.shape[1] == 0 else key_index(inputs.key_mask)
     right = _UNBOUNDED if inputs.window_right < 0 else inputs.window_right
     members: dict[str, Any] = {
@@ -181,6 +183,16 @@ def attention_problem(inputs: AttentionInputs, *, columns_first: bool = False) -
         inputs.scale,
     )
     return Problem(arrays, sizes)
+
+
+def _check_positions(name: str, start: Tensor | None, count: int, least: int) -> None:
+    """ValueError for positions that ordered-v1 (section 3) forbids, where they can be read without waiting for a device."""
+    if start is None or start.device.type != "cpu" or start.numel() == 0:
+        return
+    first, last = int(start.min()), int(start.max()) + max(0, count - 1)
+    if first < least or last >= 2**31:
+        limit = "0 or more" if least == 0 else "-2**31 or more"
+        raise ValueError(f"attention: positions from {name} must be {limit} and below 2**31; got {first} to {last}")
 
 
 def _columns_first(tensor: Tensor, packed: bool) -> Tensor:

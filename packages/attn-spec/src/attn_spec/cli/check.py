@@ -18,7 +18,7 @@ from attn_spec._operators import OPERATORS, QAT
 from attn_spec._registry import get_backend, parse
 from attn_spec._trace import Recording
 from attn_spec.testing.inputs import Sizes, outputs_of, random_call, select
-from attn_spec.testing.recordings import replay
+from attn_spec.testing.recordings import record, replay
 
 ALIASES = {
     "pytorch": "attn_reference:pytorch",
@@ -30,31 +30,28 @@ ALIASES = {
 DTYPES = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}
 
 
+_DEFAULTS = {"op": "attention", "dtype": "bfloat16", "batch": 2, "heads": 4, "seq": 16, "head_dim": 64, "seed": 123}
+_FLAGS = ("sinks", "padding", "check_grad")
+_FIXED = (*_DEFAULTS, *_FLAGS, "kv_heads", "keys", "value_dim", "reference", "contract", "causal", "window", "record")
+"""Options that a recording decides."""
+
+
 def add_parser(commands: Any) -> None:
     parser = commands.add_parser(
         "check", help="the operator test: compare bytes with the reference, and batch invariance; exit 1 on any failure"
     )
-    parser.add_argument("--op", default="attention", choices=tuple(name for name in OPERATORS if name != "attn"))
+    parser.add_argument("--op", help="default: attention", choices=tuple(name for name in OPERATORS if name != "attn"))
     parser.add_argument("--candidate", default="host", help=f"{', '.join(ALIASES)}, or NAME[:ENGINE] of an installed backend")
     parser.add_argument(
-        "--reference", help="NAME:ENGINE; default attn_reference's PyTorch definition, its host kernels for the definition itself"
+        "--reference", help="as --candidate; default attn_reference's PyTorch definition, its host kernels for the definition itself"
     )
     parser.add_argument("--device", default="cpu", choices=("cpu", "cuda", "rocm"))
-    parser.add_argument("--dtype", default="bfloat16", choices=(*DTYPES.values(), *DTYPES))
+    parser.add_argument("--dtype", help="default: bfloat16", choices=(*DTYPES.values(), *DTYPES))
     parser.add_argument("--contract")
     parser.add_argument("--recording", metavar="FILE", help="compare the results of a recorded call with the candidate's, and nothing else")
-    sizes = (
-        ("batch", 2),
-        ("heads", 4),
-        ("kv-heads", None),
-        ("seq", 16),
-        ("keys", None),
-        ("head-dim", 64),
-        ("value-dim", None),
-        ("seed", 123),
-    )
-    for name, value in sizes:
-        parser.add_argument(f"--{name}", type=int, default=value)
+    parser.add_argument("--record", metavar="FILE", help="write the call and the candidate's results as a recording")
+    for name in ("batch", "heads", "kv_heads", "seq", "keys", "head_dim", "value_dim", "seed"):
+        parser.add_argument(f"--{name.replace('_', '-')}", type=int, help=f"default: {_DEFAULTS[name]}" if name in _DEFAULTS else None)
     parser.add_argument("--causal", action=argparse.BooleanOptionalAction, help="default: causal, for attention")
     parser.add_argument("--window", type=_side, nargs=2, metavar=("LEFT", "RIGHT"), help="positions besides the diagonal one, or none")
     parser.add_argument("--sinks", action="store_true")
@@ -68,7 +65,11 @@ def run(options: argparse.Namespace) -> int:
     name = ALIASES.get(options.candidate, options.candidate)
     candidate, engine = get_backend(name), parse(name)[1]
     if options.recording is not None:
+        _refuse_fixed(options)
         return _run_recording(options.recording, candidate, engine, options)
+    for default, value in _DEFAULTS.items():
+        if getattr(options, default) is None:
+            setattr(options, default, value)
     op = get_op(options.op, device=options.device, backend=name, contract=options.contract)
     sizes = Sizes(
         batch=options.batch,
@@ -86,14 +87,20 @@ def run(options: argparse.Namespace) -> int:
     _applies(options)
     call = random_call(options.op, DTYPES.get(options.dtype, options.dtype), sizes, options.seed, gradients=options.check_grad)
     call = replace(call, contract=options.contract)
-    rows = check(call, candidate, engine, options.device, _reference(options.reference, candidate, engine))
+    reference = _reference(options.reference, candidate, engine, call)
+    rows = check(call, candidate, engine, options.device, reference)
+    if options.record is not None:
+        results = candidate.evaluate(call, device=options.device, engine=engine)
+        origin = {"backend": op.trace.selected_backend, "platform": op.trace.platform, "build": op.trace.kernel_fingerprint}
+        record(call, results, origin).save(options.record)
     passed = all(found.equal for found in rows.values())
     if options.json:
         lines = {row: {"passed": found.equal, "detail": found.text()} for row, found in rows.items()}
-        print(json.dumps({"passed": passed, "rows": lines, "trace": op.trace.as_dict()}, indent=2))
+        print(json.dumps({"passed": passed, "rows": lines, "reference": _name(*reference), "trace": op.trace.as_dict()}, indent=2))
         return 0 if passed else 1
     for row, found in rows.items():
         print(f"{'pass' if found.equal else 'FAIL'}  {row:44} {found.text()}")
+    print(f"reference: {_name(*reference)}")
     for field, value in op.trace.as_dict().items():
         print(f"trace {field}: {value}")
     print(f"{sum(found.equal for found in rows.values())} of {len(rows)} passed")
@@ -181,9 +188,23 @@ def _same_dtype(gradient: np.ndarray, array: np.ndarray) -> Difference:
     return Difference(False, reason=f"dtype {dtype_name(gradient.dtype)} against {dtype_name(array.dtype)}")
 
 
-def _reference(name: str | None, candidate: Backend, engine: str | None) -> tuple[Backend, str | None]:
-    backend = get_backend(name or "attn_reference")
-    if name is not None:
-        return backend, parse(name)[1]
+def _refuse_fixed(options: argparse.Namespace) -> None:
+    flags = {name: getattr(options, name) for name in _FIXED}
+    given = [f"--{name.replace('_', '-')}" for name, value in flags.items() if (value if name in _FLAGS else value is not None)]
+    if given:
+        raise ValueError(f"a recording has its own call; it takes no {', '.join(given)}")
+
+
+def _reference(name: str | None, candidate: Backend, engine: str | None, call: Call) -> tuple[Backend, str | None]:
+    """The reference that is named; else an engine of attn_reference that can run the call, another one than the candidate if there is."""
+    name = ALIASES.get(name or "attn_reference", name or "attn_reference")
+    backend, wanted = get_backend(name), parse(name)[1]
+    if wanted is not None or backend.name != "attn_reference":
+        return backend, wanted
     is_definition = candidate is backend and engine == "pytorch"
-    return backend, "host" if is_definition and backend.unavailable("cpu", "host") is None else "pytorch"
+    engines = ("host", "pytorch") if is_definition else ("pytorch", "host")
+    return backend, next((each for each in engines if not backend.reasons(call.problem("cpu"), each)), engines[0])
+
+
+def _name(backend: Backend, engine: str | None) -> str:
+    return f"{backend.name}:{backend.engine(engine)}"

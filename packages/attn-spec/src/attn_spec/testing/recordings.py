@@ -3,25 +3,26 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import asdict
 from typing import Any
 
 import numpy as np
 
 from attn_spec._backend import Call
+from attn_spec._qat import QATConfig
 from attn_spec._trace import Recording
 
-__all__ = ["record", "replay"]
-
-_UNNAMED = "ordered-v1"
-"""The contract of a call that names none."""
+__all__ = ["Recording", "record", "replay"]
 
 
 def record(call: Call, results: Mapping[str, np.ndarray], header: Mapping[str, Any]) -> Recording:
-    """A call and its results as a recording; ``header`` says where it is from."""
+    """A call and its results as a recording; ``header`` says where it is from. ``Recording.save(path)`` writes it."""
     arrays = {f"in.{name}": array for name, array in call.arrays.items()}
     arrays |= {f"cotangent.{name}": array for name, array in (call.cotangents or {}).items()}
     arrays |= {f"out.{name}": array for name, array in results.items()}
-    described = {"op": call.op, "options": dict(call.options), "wrt": list(call.wrt), "contract": call.contract or _UNNAMED}
+    options = {name: asdict(value) if isinstance(value, QATConfig) else value for name, value in call.options.items()}
+    contract = call.problem().contract if call.contract is None else call.contract
+    described = {"op": call.op, "options": options, "wrt": list(call.wrt), "contract": contract}
     return Recording(arrays, {**header, **described})
 
 
@@ -38,5 +39,7 @@ def replay(recording: Recording) -> tuple[Call, dict[str, np.ndarray]]:
             raise ValueError(f"the recording describes no call: array {name} is none of in.*, cotangent.*, out.*")
         parts[kind][argument] = array
     options = {name: tuple(value) if isinstance(value, list) else value for name, value in header["options"].items()}
+    if "config" in options:
+        options["config"] = QATConfig(**header["options"]["config"])
     call = Call(header["op"], parts["in"], options, parts["cotangent"] or None, tuple(header["wrt"]), header["contract"])
     return call, parts["out"]

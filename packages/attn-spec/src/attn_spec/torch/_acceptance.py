@@ -32,17 +32,24 @@ class Acceptance:
         self._accepted: set[Any] = set()
 
     def __call__(
-        self, op: str, arrays: dict[str, Tensor | None], options: dict[str, Any], contract: str | None, *differentiable: Tensor | None
+        self,
+        op: str,
+        arrays: dict[str, Tensor | None],
+        options: dict[str, Any],
+        contract: str | None,
+        *differentiable: Tensor | None,
+        caller: str | None = None,
     ) -> None:
+        """``caller`` is the public function, where that is not the operator."""
         gradient = False
         if torch.is_grad_enabled():
             for tensor in differentiable:
                 gradient = gradient or getattr(tensor, "requires_grad", False)
         kind = None if torch.compiler.is_compiling() else _kind(op, arrays, options, contract, gradient)
         if kind is not None and kind in self._accepted:
-            refuse_forward_mode(op, differentiable)
+            refuse_forward_mode(caller or op, differentiable)
             return
-        self._check(op, arrays, options, contract, gradient, differentiable)
+        self._check(op, arrays, options, contract, gradient, differentiable, caller or op)
         if kind is not None:
             if len(self._accepted) >= _KINDS:
                 self._accepted.clear()
@@ -56,11 +63,12 @@ class Acceptance:
         contract: str | None,
         gradient: bool,
         differentiable: tuple[Tensor | None, ...],
+        caller: str,
     ) -> None:
-        described = {name: info(op, name, tensor) for name, tensor in arrays.items()}
-        refuse_forward_mode(op, differentiable)
-        problem = describe(op, described, options, contract=contract, gradient=gradient)
-        check_one_device(op, arrays)
+        described = {name: info(caller, name, tensor) for name, tensor in arrays.items()}
+        refuse_forward_mode(caller, differentiable)
+        problem = describe(op, described, options, contract=contract, gradient=gradient, caller=caller)
+        check_one_device(caller, arrays)
         reasons = self._backend.reasons(problem, self._engine)
         if reasons:
             raise UnsupportedProblem(self._backend.name, reasons, problem, runners(problem, without=self._backend.name))

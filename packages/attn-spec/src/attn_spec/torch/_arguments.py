@@ -25,6 +25,9 @@ __all__ = [
 ]
 
 
+_CAST = (torch.float32, torch.bfloat16, torch.float16)
+
+
 def check_one_device(op: str, arrays: dict[str, Tensor | None]) -> None:
     devices = {name: tensor.device for name, tensor in arrays.items() if tensor is not None}
     if len(set(devices.values())) > 1:
@@ -34,6 +37,7 @@ def check_one_device(op: str, arrays: dict[str, Tensor | None]) -> None:
 
 
 def autocast(*tensors: Tensor) -> tuple[Tensor, ...]:
+    """The tensors in the dtype of autocast, where it is on. Those that no operator takes (float64, float8) stay, to be refused as ever."""
     if not torch._C._is_any_autocast_enabled():
         return tensors
     if not all(isinstance(tensor, Tensor) for tensor in tensors) or tensors[0].device.type == "meta":
@@ -42,7 +46,7 @@ def autocast(*tensors: Tensor) -> tuple[Tensor, ...]:
     if not torch.is_autocast_enabled(kind):
         return tensors
     dtype = torch.get_autocast_dtype(kind)
-    return tuple(tensor.to(dtype) if tensor.is_floating_point() else tensor for tensor in tensors)
+    return tuple(tensor.to(dtype) if tensor.dtype in _CAST else tensor for tensor in tensors)
 
 
 def refuse_forward_mode(op: str, tensors: tuple[Tensor | None, ...]) -> None:
@@ -79,9 +83,9 @@ def _readable(tensor: Tensor | None) -> bool:
     return tensor is not None and tensor.device.type == "cpu" and not watched()
 
 
-def lengths(name: str, values: Tensor | None, limit: int) -> Tensor | None:
+def lengths(op: str, name: str, values: Tensor | None, limit: int) -> Tensor | None:
     if values is not None and _readable(values) and values.numel() and (int(values.min()) < 0 or int(values.max()) > limit):
-        raise ValueError(f"attention: {name} must lie in [0, {limit}]; got {values.tolist()}")
+        raise ValueError(f"{op}: {name} must lie in [0, {limit}]; got {values.tolist()}")
     return int64(values)
 
 

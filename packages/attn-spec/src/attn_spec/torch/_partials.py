@@ -16,7 +16,7 @@ from torch import Tensor
 from attn_spec._errors import UnsupportedProblem
 from attn_spec._sm90 import CONTRACT, SEGMENT, score_factor
 from attn_spec.torch._acceptance import Acceptance
-from attn_spec.torch._arguments import int64, lengths, scale_of, starts
+from attn_spec.torch._arguments import autocast, int64, lengths, scale_of, starts
 from attn_spec.torch._kernels import AttentionInputs
 
 __all__ = ["PartialOperators", "Partials"]
@@ -29,7 +29,8 @@ class Partials:
     """States of consecutive segments before their merge.
 
     ``first`` is the index of the first segment. ``n`` (maximum times c) and ``l`` are float32 [segments, B, H, S], ``o`` float32 [segments,
-    B, H, S, D]; a segment without a visible key has n = -inf. ``dtype`` is that of q, ``scale`` that of the call.
+    B, H, S, D]; a segment without a visible key has n = -inf. ``dtype`` is that of q; ``scale``, ``causal``, ``window`` and ``q_start`` are
+    those of the call (``q_start`` None: it was a tensor).
     """
 
     first: int
@@ -38,6 +39,9 @@ class Partials:
     o: Tensor
     dtype: torch.dtype
     scale: float
+    causal: bool
+    window: tuple[int | None, int | None]
+    q_start: int | None
 
     @property
     def segments(self) -> int:
@@ -74,7 +78,7 @@ class PartialOperators:
         Args:
             q: [B, H, S, D]; k, v: [B, K, T, D]; bfloat16 or float16, D in 64, 128, 256.
             q_start: position of query 0, int or int [B]; k_start: position of stored key 0.
-            causal, scale, window, kv_lengths: as in ``attention``.
+            causal, scale, window, kv_lengths: as in ``attention``. Under autocast q, k and v are cast to its dtype.
 
         Raises:
             TypeError, ValueError: bad dtype, shape, device, scale or position. UnsupportedProblem: what the contract lacks, gradients
@@ -82,21 +86,22 @@ class PartialOperators:
 
         Source: docs/contracts/sm90-v1.md, sections 3 and 5.
         """
-        _check_places(q_start, k_start)
+        q, k, v = autocast(q, k, v)
         options: dict[str, Any] = {"causal": causal, "scale": scale, "window": window, "k_start": k_start}
         arrays: dict[str, Any] = {"q": q, "k": k, "v": v, "kv_lengths": kv_lengths}
         (arrays if isinstance(q_start, Tensor) else options)["q_start"] = q_start
-        self.accepts("attention", arrays, options, CONTRACT, q, k, v)
+        _check_places(q_start, k_start)
+        self.accepts("attention", arrays, options, CONTRACT, q, k, v, caller="attention_partial")
         if torch.is_grad_enabled() and any(tensor.requires_grad for tensor in (q, k, v)):
             raise UnsupportedProblem("attention_partial", ["gradients (attention has them)"])
         factor = scale_of(scale, q)
-        score_factor(factor)
+        score_factor(factor, CONTRACT, "attention_partial")
         left, right = (None, None) if window is None else window
         inputs = AttentionInputs(
             q,
             k,
             v,
-            kv_lengths=int64(lengths("kv_lengths", kv_lengths, k.shape[2])),
+            kv_lengths=int64(lengths("attention_partial", "kv_lengths", kv_lengths, k.shape[2])),
             q_start=starts(q_start, q),
             k_start=starts(k_start, q),
             causal=causal,
@@ -105,13 +110,16 @@ class PartialOperators:
             window_right=-1 if right is None else right,
         )
         count = max(1, -(-(k_start % SEGMENT + k.shape[2]) // SEGMENT))
-        return Partials(k_start // SEGMENT, *self.states(inputs, count), q.dtype, factor)
+        first = None if isinstance(q_start, Tensor) else int(q_start)
+        return Partials(k_start // SEGMENT, *self.states(inputs, count), q.dtype, factor, causal, (left, right), first)
 
     def merge_partials(self, parts: Sequence[Partials], *, sinks: Tensor | None = None) -> tuple[Tensor, Tensor]:
         """``(out, lse)`` of parts in the order of their keys, forward only: out [B, H, S, D] in the dtype of q, lse float32 [B, H, S].
 
         Args:
-            parts: at least one, of the same queries, scale and dtype; each begins after the last segment of the one before it.
+            parts: at least one, of the same queries and options; each begins after the last segment of the one before it. What no
+                part has must be what no query sees, such as the positions between text and image: that, and equal values of ``q_start``
+                and ``kv_lengths`` that are tensors, is the caller's to see to, since a check would wait for the device.
             sinks: [H] logits after scaling, float32, bfloat16 or float16.
 
         Raises:
@@ -136,15 +144,24 @@ class PartialOperators:
 
 
 def _check_places(q_start: Any, k_start: Any) -> None:
-    if q_start is None or isinstance(k_start, bool) or not isinstance(k_start, Integral):
-        raise TypeError(f"attention_partial: q_start must be given and k_start an int; got q_start={q_start}, k_start={k_start}")
+    for name, start, kinds, what in (
+        ("q_start", q_start, (Integral, Tensor), "an integer or an integer tensor [B]"),
+        ("k_start", k_start, (Integral,), "an integer"),
+    ):
+        if isinstance(start, bool) or not isinstance(start, kinds):
+            raise TypeError(f"attention_partial: {name} must be {what}; got {start!r}")
 
 
 def _check_parts(parts: Sequence[Partials], sinks: Tensor | None) -> None:
-    calls = dict.fromkeys((tuple(part.o.shape[1:]), part.dtype, part.scale) for part in parts)
-    if len(calls) > 1:
-        found = ", ".join(f"[B, H, S, D] = {list(shape)} of {dtype} with scale {scale}" for shape, dtype, scale in calls)
-        raise ValueError(f"merge_partials: parts must be of the same queries, dtype and scale; got {found}")
+    for name, values in (
+        ("shape of the queries", [list(part.o.shape[1:]) for part in parts]),
+        *((name, [getattr(part, name) for part in parts]) for name in ("dtype", "scale", "causal", "window")),
+        ("q_start", [part.q_start for part in parts if part.q_start is not None]),
+        ("device", [part.o.device for part in parts]),
+    ):
+        for value in values:
+            if value != values[0]:
+                raise ValueError(f"merge_partials: parts must be of one call over its keys; got {name} {values[0]} and {value}")
     if sinks is None:
         return
     if not isinstance(sinks, Tensor) or sinks.dtype not in (torch.float32, torch.bfloat16, torch.float16):

@@ -170,6 +170,7 @@ class Operators(QatOperators):
         arrays = {**dict(zip(names, tensors, strict=True)), "prompt_mask": prompt_mask}
         self._check("joint_attention", arrays, {"scale": scale}, contract, *tensors)
         if contract == sm90.CONTRACT:
+            sm90.score_factor(scale_of(scale, tensors[0]), contract, "joint_attention")
             layout = JointLayout(prompt_mask, q_txt.shape[2], q_img.shape[2])
             k = layout.keys(tensors[1], tensors[4])
             joined = layout.queries(tensors[0], tensors[3]), k, layout.keys(tensors[2], tensors[5]), None, layout.key_mask(k)
@@ -245,7 +246,7 @@ class Operators(QatOperators):
         if k_start is not None:
             (arrays if isinstance(k_start, Tensor) else options)["k_start"] = k_start  # type: ignore[assignment]
         self._check("attention", arrays, options, contract, q, k, v, sinks, bias)
-        places = lengths("kv_lengths", kv_lengths, k.shape[2]), starts(q_start, q), starts(k_start, q)
+        places = lengths("attention", "kv_lengths", kv_lengths, k.shape[2]), starts(q_start, q), starts(k_start, q)
         seed = seed_of(dropout_seed, q) if dropout_p > 0.0 else None
         tensors = (q, k, v, None, key_padding_mask, *places, float32(sinks), float32(bias), None, None, None, None, seed)
         found = self._run(2 if return_lse else 1, tensors, causal, scale, window, dropout_p, contract)
@@ -334,7 +335,7 @@ class Operators(QatOperators):
         if contract == sm90.CONTRACT:
             if self._out_dtype is not None:
                 raise UnsupportedProblem(self._backend.name, [f"a float32 result with contract {contract} (ordered-v1 has it)"])
-            sm90.score_factor(options[1])
+            sm90.score_factor(options[1], contract, "attention_varlen" if q.ndim == 3 else "attention")
             found = self._operations["attention_sm90"](*tensors, *options)
         else:
             found = self._operations["attention"](*tensors, *options, self._out_dtype or v.dtype, wanted=wanted)

@@ -151,10 +151,10 @@ class QatOperators:
 
     def _quantized(self, inputs: AttentionInputs, config: QATConfig, contract: str | None, return_lse: bool) -> Outputs:
         if contract == _SM90:
-            score_factor(inputs.scale, contract)
+            score_factor(inputs.scale, contract, "qat_attention_varlen" if inputs.packed else "qat_attention")
         tensors = tuple(getattr(inputs, name) for name in _TENSORS)
         call = self._kernels, config, contract or _ORDERED, inputs.causal, inputs.scale
-        out, lse = _Quantized.apply(*tensors, *call)
+        out, lse, *_ = _Quantized.apply(*tensors, *call)
         return (out, lse) if return_lse else out
 
 
@@ -163,20 +163,24 @@ def _inputs(tensors: tuple[Tensor | None, ...], causal: bool, scale: float) -> A
 
 
 class _Quantized(torch.autograd.Function):
-    """Tensors of ``AttentionInputs``, then kernels, config, contract, causal and scale, to out and LSE."""
+    """Tensors of ``AttentionInputs``, then kernels, config, contract, causal and scale, to out, LSE and the row state (no gradient)."""
 
     @staticmethod
-    def forward(ctx: Any, *arguments: Any) -> tuple[Tensor, Tensor]:
+    def forward(*arguments: Any) -> tuple[Tensor, ...]:
         tensors, call = arguments[: len(_TENSORS)], arguments[len(_TENSORS) :]
         kernels, config, contract, causal, scale = call
-        saved = kernels.qat_forward(_inputs(tensors, causal, scale), config, contract)
-        ctx.set_materialize_grads(False)
-        ctx.save_for_backward(*tensors, *saved)
-        ctx.call = call
-        return saved[0], saved[1]
+        found: tuple[Tensor, ...] = kernels.qat_forward(_inputs(tensors, causal, scale), config, contract)
+        return found
 
     @staticmethod
-    def backward(ctx: Any, dout: Tensor | None, dlse: Tensor | None) -> tuple[Tensor | None, ...]:
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
+        ctx.set_materialize_grads(False)
+        ctx.mark_non_differentiable(*output[2:])
+        ctx.save_for_backward(*inputs[: len(_TENSORS)], *output)
+        ctx.call = inputs[len(_TENSORS) :]
+
+    @staticmethod
+    def backward(ctx: Any, dout: Tensor | None, dlse: Tensor | None, *unused: Any) -> tuple[Tensor | None, ...]:
         tensors = ctx.saved_tensors
         if dout is None:
             dout = torch.zeros_like(tensors[len(_TENSORS)])
@@ -184,18 +188,32 @@ class _Quantized(torch.autograd.Function):
         found = dict(zip(_DIFFERENTIABLE, _Gradients.apply(dout, dlse, needs, ctx.call, *tensors), strict=True))
         return (*(found[name] if name in needs else None for name in _TENSORS), *(None for _ in ctx.call))
 
+    @staticmethod
+    def vmap(*arguments: Any) -> Any:
+        raise NotImplementedError(_NO_VMAP)
+
 
 class _Gradients(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, dout: Tensor, dlse: Tensor | None, needs: frozenset[str], call: tuple[Any, ...], *tensors: Any
+        dout: Tensor, dlse: Tensor | None, needs: frozenset[str], call: tuple[Any, ...], *tensors: Any
     ) -> tuple[Tensor | None, ...]:
-        del ctx
         kernels, config, contract, causal, scale = call
         inputs, saved = _inputs(tensors[: len(_TENSORS)], causal, scale), tensors[len(_TENSORS) :]
         found = kernels.qat_backward(inputs, config, contract, dout, dlse, saved, needs)
         return tuple(found.get(name) for name in _DIFFERENTIABLE)
 
     @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor | None, ...]) -> None:
+        """Keeps nothing: there is no second derivative."""
+
+    @staticmethod
     def backward(ctx: Any, *upstream: Tensor) -> tuple[Tensor | None, ...]:
         raise NotImplementedError("qat_attention: has no second derivative; use attn_reference.attention_fp32 to differentiate twice")
+
+    @staticmethod
+    def vmap(*arguments: Any) -> Any:
+        raise NotImplementedError(_NO_VMAP)
+
+
+_NO_VMAP = "qat_attention: torch.func.vmap is not supported (nor jacrev and hessian, which map); samples may be items of the batch"
