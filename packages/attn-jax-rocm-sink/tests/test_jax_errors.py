@@ -78,6 +78,24 @@ def test_traced_lengths_out_of_range_are_invalid_arguments() -> None:
     assert run(jnp.array([3, 9])).shape == (2, 4, 5, 3)
 
 
+@pytest.mark.parametrize("engine", [None, "xla"])
+@pytest.mark.parametrize("form", [int, lambda start: np.array([0, start]), lambda start: jnp.array([0, start], jnp.int32)])
+@pytest.mark.parametrize(("name", "rows"), [("q_start", 5), ("k_start", 9)])
+def test_known_positions_beyond_32_bits_are_named(name: str, rows: int, form: Any, engine: str | None) -> None:
+    arrays = jax_arrays(make_call())
+    last = 2**31 - rows
+    with pytest.raises(ValueError, match=rf"{name} .*{last + 1}"):
+        attention(**arrays, **{name: form(last + 1)}, engine=engine)
+    assert attention(**arrays, **{name: form(last)}, engine=engine).shape == (2, 4, 5, 3)
+
+
+def test_traced_positions_beyond_32_bits_are_invalid_arguments() -> None:
+    arrays = jax_arrays(make_call())
+    run = jax.jit(lambda start: attention(**arrays, k_start=start))
+    with pytest.raises(jax.errors.JaxRuntimeError, match="INVALID_ARGUMENT: attn_jax_rocm_sink: key positions"):
+        jax.block_until_ready(run(jnp.array([0, 2**31 - 1])))
+
+
 def test_second_derivatives_are_refused_by_name() -> None:
     arrays = jax_arrays(make_call())
     rest = {name: arrays[name] for name in ("k", "v")}

@@ -70,7 +70,7 @@ def attention(
         contract: "ordered-v1", which None is, or "sm90-v1": tensor-core attention of halves, head dims 64 and 128, on Hopper GPUs, and its
             bits on a CPU (256 too).
         engine: "host", "cuda" or "hip"; None takes the one of the device. Only when named, and outside every contract: "ck", and "xla"
-            (plain jax.numpy on any device, [B, H, S, T] memory, traced lengths are clamped).
+            (plain jax.numpy on any device, [B, H, S, T] memory, traced lengths and positions are not checked: they are clamped).
 
     Returns:
         ``out`` [B, H, S, V] in the dtype of v, or ``(out, lse)`` with lse float32 [B, H, S], natural logarithm, sink included. A row
@@ -133,8 +133,8 @@ def _run(arguments: dict[str, Any], out_dtype: str | None) -> Outputs:
         v=jnp.asarray(arguments["v"]),
         key_padding_mask=_optional(arguments["key_padding_mask"]),
         kv_lengths=integers("kv_lengths", arguments["kv_lengths"], batch, 0, keys),
-        q_start=integers("q_start", None if top_left else q_start, batch, -_INT32_MAX, _INT32_MAX),
-        k_start=integers("k_start", arguments["k_start"], batch, 0, _INT32_MAX),
+        q_start=integers("q_start", None if top_left else q_start, batch, -_INT32_MAX, _last_start(problem.queries)),
+        k_start=integers("k_start", arguments["k_start"], batch, 0, _last_start(keys)),
         sinks=_optional(arguments["sinks"]),
         bias=_optional(arguments["bias"]),
         dropout_seed=seed_words(arguments["dropout_seed"]) if arguments["dropout_p"] > 0.0 else None,
@@ -197,6 +197,11 @@ def _described_lengths(value: Any, q: ArrayInfo | None, device: str) -> ArrayInf
     if isinstance(value, bool):
         raise TypeError(f"attention: kv_lengths must be an integer or an integer array [B]; got {value!r}")
     return ArrayInfo(q.shape[:1] if q is not None else (), "int32", device)
+
+
+def _last_start(rows: int) -> int:
+    """The largest position of a first row whose last row still has one of 32 bits."""
+    return _INT32_MAX - max(rows - 1, 0)
 
 
 def _known_scale(scale: Any) -> Any:
