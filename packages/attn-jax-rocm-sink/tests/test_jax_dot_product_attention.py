@@ -125,6 +125,17 @@ def test_rows_past_the_query_lengths_are_zero_whatever_they_hold() -> None:
     assert (np.asarray(lse[0, 4:]) == -np.inf).all() and np.isfinite(np.asarray(lse[0, :4])).all()
 
 
+@pytest.mark.parametrize("name", ["query_seq_lengths", "key_value_seq_lengths"])
+@pytest.mark.parametrize("length", [-1, 9])
+def test_traced_lengths_that_do_not_fit_are_nan(name: str, length: int) -> None:
+    @jax.jit
+    def run(lengths: jax.Array) -> Any:
+        return dot_product_attention(Q, KEY, VALUE, **{name: lengths}, return_residual=True)
+
+    for found in run(jnp.array([length, 4])):
+        assert np.isnan(found[0]).all() and np.isfinite(found[1, :4]).all()
+
+
 def test_keys_that_the_mask_hides_may_hold_anything() -> None:
     for mask in (KEYS.at[..., 5].set(False), jnp.asarray(MASK).at[..., 5].set(False)):
         moving = {"query": Q, "key": KEY, "value": VALUE}
@@ -167,7 +178,7 @@ def test_the_gradient_of_a_broadcast_bias_is_summed_in_order() -> None:
         ({"query_seq_lengths": jnp.array([7, 1])}, ValueError, r"query_seq_lengths must lie in \[0, 6\]"),
         ({"query_seq_lengths": jnp.array([1.0, 1.0])}, TypeError, "query_seq_lengths must be int32 or int64"),
         ({"query_seq_lengths": jnp.array([1])}, ValueError, r"query_seq_lengths must have shape"),
-        ({"key_value_seq_lengths": jnp.array([9, 1])}, ValueError, r"kv_lengths must lie in \[0, 8\]"),
+        ({"key_value_seq_lengths": jnp.array([9, 1])}, ValueError, r"key_value_seq_lengths must lie in \[0, 8\]; got \[9, 1\]"),
         ({"local_window_size": (-1, 0)}, ValueError, "window sides"),
         ({"implementation": "cudnn"}, UnknownName, "unknown engine"),
         ({"sinks": jnp.zeros(3)}, ValueError, "sinks must have shape"),

@@ -251,24 +251,21 @@ def test_segments_that_do_not_fit_are_an_error_or_nan(lengths: list[int], starts
     assert np.isfinite(out[1]).all()
 
 
-@pytest.mark.parametrize("length", [-1, S + 1])
-def test_a_traced_length_that_does_not_fit_is_nan(length: int) -> None:
-    def call(lengths: jax.Array) -> jax.Array:
-        descriptor = SequenceDescriptor.from_seqlens((lengths, jnp.asarray([T, T])))
-        options = (
-            AttnBiasType.NO_BIAS,
-            AttnMaskType.PADDING_MASK,
-            QKVLayout.BSHD_BSHD_BSHD,
-            AttnSoftmaxType.VANILLA_SOFTMAX,
-            SCALE,
-            0.0,
-            True,
-        )
-        return fused_attn((Q, KEY, VALUE), None, descriptor, None, *options)
+@pytest.mark.parametrize("engine", ["host", "xla"])
+@pytest.mark.parametrize("mask", [AttnMaskType.PADDING_MASK, AttnMaskType.PADDING_CAUSAL_BOTTOM_RIGHT_MASK])
+@pytest.mark.parametrize("lengths", [(-1, 4), (S + 1, 4), (4, -1), (4, T + 1), (-(2**31), T), (2**31 - 1, -(2**31))])
+def test_traced_lengths_that_do_not_fit_are_nan(lengths: tuple[int, int], mask: AttnMaskType, engine: str) -> None:
+    def call(queries: jax.Array, keys: jax.Array) -> jax.Array:
+        descriptor = SequenceDescriptor.from_seqlens((queries, keys))
+        options = (AttnBiasType.NO_BIAS, mask, QKVLayout.BSHD_BSHD_BSHD, AttnSoftmaxType.VANILLA_SOFTMAX, SCALE, 0.0, True)
+        return fused_attn((Q, KEY, VALUE), None, descriptor, None, *options, engine=engine)
 
-    out = np.asarray(jax.jit(call)(jnp.asarray([length, 4])))
+    given = tuple(jnp.asarray([length, 4]) for length in lengths)
+    out = np.asarray(jax.jit(call)(*given))
     assert np.isnan(out[0]).all()
     assert np.isfinite(out[1]).all()
+    with pytest.raises(ValueError, match="seqlens must lie in"):
+        call(*given)
 
 
 def test_options_of_other_types_are_named() -> None:

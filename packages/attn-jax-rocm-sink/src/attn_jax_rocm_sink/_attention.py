@@ -79,7 +79,8 @@ def attention(
 
     Raises:
         TypeError, ValueError: bad dtype, shape, device or option. UnsupportedProblem: no engine of this package runs it. JaxRuntimeError
-        with INVALID_ARGUMENT: traced lengths or positions out of range, found when the call runs.
+        with INVALID_ARGUMENT: traced lengths or positions out of range, found when engine "host" runs; kernels of a GPU cannot raise and
+        clamp them.
 
     Source: docs/contracts/ordered-v1.md, section 3; docs/contracts/sm90-v1.md.
     """

@@ -9,7 +9,7 @@ import numpy as np
 from attn_jax_rocm_sink._arrays import check_arrays
 from attn_jax_rocm_sink._attention import attention
 from attn_jax_rocm_sink._bias import with_mask
-from attn_jax_rocm_sink._segments import keep_rows
+from attn_jax_rocm_sink._segments import fitted, keep_rows, spoil
 
 __all__ = ["dot_product_attention"]
 
@@ -39,7 +39,8 @@ def dot_product_attention(
         mask: bool, broadcastable to [B, N, T, S], True takes part. One of shape [B|1, 1, 1, S] is a ``key_padding_mask``: keys that it
             drops are removed. Any other is -inf in the bias; keys that it hides from every query of a batch item may hold anything.
         is_causal: top-left: key j is visible to query i iff j <= i.
-        query_seq_lengths, key_value_seq_lengths: int32 or int64 [B]; rows past them are 0 in output and gradients.
+        query_seq_lengths, key_value_seq_lengths: int32 or int64 [B]; rows past them are 0 in output and gradients. A batch item whose
+            traced lengths do not fit is NaN.
         local_window_size: ``(left, right)`` or one integer for both, counted from key i for query i (top-left).
         sinks: [N] logits, as in ``attention``.
         implementation: the ``engine`` of ``attention``.
@@ -72,15 +73,17 @@ def dot_product_attention(
             seen = mask.any((1, 2))[..., None, None]
             key, value = jnp.where(seen, key, jnp.zeros((), key.dtype)), jnp.where(seen, value, jnp.zeros((), value.dtype))
             bias = with_mask(bias, mask)
-    if query_seq_lengths is not None:
-        query = keep_rows(query, _lengths(query_seq_lengths, full[0], full[2]))
+    query_lengths, no_queries = _lengths("query_seq_lengths", query_seq_lengths, full[0], full[2])
+    key_lengths, no_keys = _lengths("key_value_seq_lengths", key_value_seq_lengths, full[0], full[3])
+    lost = no_queries if no_keys is None else no_keys if no_queries is None else no_queries | no_keys
+    query = _used(query, query_lengths, lost)
     window = (local_window_size, local_window_size) if isinstance(local_window_size, int) else local_window_size
     out, lse = attention(
         *(jnp.swapaxes(array, 1, 2) for array in (query, key, value)),
         causal=is_causal,
         scale=scale,
         key_padding_mask=kept,
-        kv_lengths=key_value_seq_lengths,
+        kv_lengths=key_lengths,
         q_start=0 if is_causal or window is not None else None,
         window=window,
         sinks=sinks,
@@ -90,9 +93,7 @@ def dot_product_attention(
         engine=implementation,
     )
     out, lse = jnp.swapaxes(out, 1, 2), jnp.swapaxes(lse, 1, 2)
-    if query_seq_lengths is not None:
-        out = keep_rows(out, query_seq_lengths)
-        lse = jnp.where(jnp.arange(full[2])[:, None] < jnp.asarray(query_seq_lengths)[:, None, None], lse, -jnp.inf)
+    out, lse = _used(out, query_lengths, lost), _used(lse, query_lengths, lost, unused=-jnp.inf)
     if ranks["query"] == 3:
         out, lse = out[0], lse[0]
     return (out, lse) if return_residual else out
@@ -108,14 +109,23 @@ def _with_four_axes(name: str, array: jax.Array | None, full: tuple[int, int, in
     return jnp.asarray(array).reshape(shape)
 
 
-def _lengths(lengths: jax.Array, batch: int, high: int) -> jax.Array:
-    """``query_seq_lengths`` checked: int32 or int64 [B]; known values within the queries."""
+def _lengths(name: str, lengths: jax.Array | None, batch: int, size: int) -> tuple[jax.Array, jax.Array] | tuple[None, None]:
+    """``lengths`` checked, int32 [B] within [0, size], and bool [B]: which traced ones were outside. Known ones raise."""
+    if lengths is None:
+        return None, None
     if lengths.dtype.name not in ("int32", "int64"):
-        raise TypeError(f"dot_product_attention: query_seq_lengths must be int32 or int64; got {lengths.dtype.name}")
+        raise TypeError(f"dot_product_attention: {name} must be int32 or int64; got {lengths.dtype.name}")
     if lengths.shape != (batch,):
-        raise ValueError(f"dot_product_attention: query_seq_lengths must have shape [B] = {[batch]}; got {list(lengths.shape)}")
+        raise ValueError(f"dot_product_attention: {name} must have shape [B] = {[batch]}; got {list(lengths.shape)}")
     if not isinstance(lengths, jax.core.Tracer):
         known = np.asarray(lengths)
-        if known.size and (known.min() < 0 or known.max() > high):
-            raise ValueError(f"dot_product_attention: query_seq_lengths must lie in [0, {high}]; got {known.tolist()}")
-    return jnp.asarray(lengths)
+        if known.size and (known.min() < 0 or known.max() > size):
+            raise ValueError(f"dot_product_attention: {name} must lie in [0, {size}]; got {known.tolist()}")
+    return fitted(jnp.asarray(lengths), size)
+
+
+def _used(rows: jax.Array, lengths: jax.Array | None, lost: jax.Array | None, unused: float = 0.0) -> jax.Array:
+    """``rows`` [B, T, ...], ``unused`` from ``lengths`` [B] on, and NaN for the batch items that are lost."""
+    if lengths is not None:
+        rows = keep_rows(rows, lengths, unused)
+    return rows if lost is None else spoil(rows, lost)

@@ -11,7 +11,7 @@ from attn_jax_rocm_sink._arrays import check_arrays, is_integer
 from attn_jax_rocm_sink._attention import attention
 from attn_jax_rocm_sink._attention_types import AttnBiasType, AttnMaskType, AttnSoftmaxType, QKVLayout
 from attn_jax_rocm_sink._bias import alibi, broadcast
-from attn_jax_rocm_sink._segments import Packing, keep_rows
+from attn_jax_rocm_sink._segments import Packing, fitted, keep_rows, spoil
 from attn_jax_rocm_sink._sequence_descriptor import SequenceDescriptor
 
 __all__ = ["fused_attn"]
@@ -123,23 +123,33 @@ def fused_attn(
 
 @dataclass(frozen=True)
 class _Rows:
-    """The rows of one call: whole sequences, sequences of given lengths, or segments. Lengths are int32, one a batch item."""
+    """The rows of one call: whole sequences, sequences of given lengths, or segments. Lengths are int32, one a batch item.
+
+    ``lost`` bool [B], with lengths: they do not fit the arrays. The queries of such a sequence are NaN, as its output is: no gradient of
+    the sums that it enters looks sound.
+    """
 
     query_lengths: jax.Array | None = None
     key_lengths: jax.Array | None = None
     packings: tuple[Packing, Packing] | None = None
+    lost: jax.Array | None = None
 
     def split(self, q: jax.Array, k: jax.Array, v: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
         if self.packings is not None:
             queries, keys = self.packings
             return queries.split(q), keys.split(k), keys.split(v)
-        return (q if self.query_lengths is None else keep_rows(q, self.query_lengths)), k, v
+        return self._kept(q), k, v
 
     def join(self, out: jax.Array) -> jax.Array:
         if self.packings is not None:
             lost = self.packings[0].lost | self.packings[1].lost
-            return jnp.where(lost[:, None, None, None], jnp.nan, self.packings[0].join(out))
-        return out if self.query_lengths is None else keep_rows(out, self.query_lengths)
+            return spoil(self.packings[0].join(out), lost)
+        return self._kept(out)
+
+    def _kept(self, rows: jax.Array) -> jax.Array:
+        if self.query_lengths is None or self.lost is None:
+            return rows
+        return spoil(keep_rows(rows, self.query_lengths), self.lost)
 
     def q_start(self, mask: AttnMaskType) -> int | jax.Array | None:
         """Position of query 0 among the keys; None is ``attention``'s own bottom-right."""
@@ -167,7 +177,8 @@ def _rows(descriptor: SequenceDescriptor | None, q: jax.Array, k: jax.Array, seg
     sizes = (q.shape[1], k.shape[1])
     lengths = descriptor.lengths(q.shape[0], sizes)
     if lengths is not None:
-        return _Rows(*lengths)
+        (queries, no_queries), (keys, no_keys) = (fitted(*pair) for pair in zip(lengths, sizes, strict=True))
+        return _Rows(queries, keys, lost=no_queries | no_keys)
     packings = descriptor.packing(q.shape[0], sizes, segments)
     return _Rows(packings[0].lengths.reshape(-1), packings[1].lengths.reshape(-1), packings)
 

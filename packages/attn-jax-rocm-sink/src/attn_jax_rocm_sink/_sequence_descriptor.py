@@ -58,15 +58,17 @@ class SequenceDescriptor:
         return cls(segment_ids=ids, segment_pos=positions)
 
     def lengths(self, batch: int, sizes: tuple[int, int]) -> Pair | None:
-        """Used lengths int32 [B] of queries and keys where these are the first rows of each sequence; None where segments are named."""
+        """Used lengths [B] of queries and keys where these are the first rows of each sequence; None where segments are named.
+
+        ValueError for shapes, and for values that are known and do not fit.
+        """
         if self.seqlens is None or self.seq_offsets is not None:
             return None
         for lengths, size in zip(self.seqlens, sizes, strict=True):
             if lengths.shape != (batch,):
                 raise ValueError(f"seqlens must have shape [B] = [{batch}]; got {list(lengths.shape)}")
             _check_range("seqlens", lengths, size)
-        queries, keys = self.seqlens
-        return queries.astype(jnp.int32), keys.astype(jnp.int32)
+        return self.seqlens
 
     def packing(self, batch: int, sizes: tuple[int, int], segments: int) -> tuple[Packing, Packing]:
         """Segments of the queries and of the keys. ValueError for shapes, and for values that are known and do not fit."""
