@@ -268,16 +268,6 @@ def test_traced_lengths_that_do_not_fit_are_nan(lengths: tuple[int, int], mask: 
         call(*given)
 
 
-def test_options_of_other_types_are_named() -> None:
-    options: list[Any] = [AttnBiasType.NO_BIAS, AttnMaskType.NO_MASK, QKVLayout.BSHD_BSHD_BSHD, AttnSoftmaxType.VANILLA_SOFTMAX]
-    for place, name in enumerate(("attn_bias_type", "attn_mask_type", "qkv_layout", "softmax_type")):
-        given = [*options[:place], "causal", *options[place + 1 :]]
-        with pytest.raises(TypeError, match=rf"{name} must be of type \w+; got 'causal'"):
-            fused_attn((Q, KEY, VALUE), None, None, None, *given, SCALE, 0.0, True)
-    with pytest.raises(TypeError, match=r"max_segments_per_seq must be of type int; got 2\.0"):
-        fused_attn((Q, KEY, VALUE), None, None, None, *options, SCALE, 0.0, True, 2.0)  # type: ignore[arg-type]
-
-
 @pytest.mark.parametrize(
     ("make", "error", "message"),
     [
@@ -290,6 +280,13 @@ def test_options_of_other_types_are_named() -> None:
         (lambda: packed(arrays(), SequenceDescriptor.from_seqlens(np.array([11, 2]))), ValueError, r"seqlens must lie in \[0, 10\]"),
         (lambda: packed(arrays(), SequenceDescriptor.from_seqlens(np.array([1]))), ValueError, "seqlens must have shape"),
         (lambda: packed(arrays(), SequenceDescriptor()), ValueError, "the SequenceDescriptor is empty"),
+        (
+            lambda: packed(arrays(), SequenceDescriptor(seqlens=(LENGTHS_Q[:, 0], None))),
+            TypeError,
+            "SequenceDescriptor: seqlens must be an array or what jnp.asarray makes one of; got None",
+        ),
+        (lambda: packed(arrays(), SequenceDescriptor(seqlens=5)), ValueError, "seqlens must have 1 axes"),
+        (lambda: packed(arrays(), replace(BY_IDS, seqlens=LENGTHS_Q)), ValueError, "from_ methods gives it; got seqlens, segment_ids"),
         (lambda: packed(arrays(), replace(BY_LENGTHS, seqlens=(LENGTHS_Q + 5, LENGTHS_K))), ValueError, "must lie in"),
         (
             lambda: packed(arrays(), SequenceDescriptor.from_segment_ids_and_pos(IDS, (IDS[0], IDS[1]))),
