@@ -45,6 +45,16 @@ def test_every_form_of_scale_is_the_same(form: Any) -> None:
     assert_bytes(bits(attention(**arrays, scale=form(0.25))), bits(attention(**arrays, scale=0.25)), "scale")
 
 
+def test_a_typed_key_is_its_words() -> None:
+    arrays = jax_arrays(make_call())
+    words = bits(attention(**arrays, dropout_p=0.5, dropout_seed=jax.random.PRNGKey(3)))
+    typed = jax.jit(lambda key: attention(**arrays, dropout_p=0.5, dropout_seed=key))(jax.random.key(3))
+    assert_bytes(bits(typed), words, "a typed key, traced")
+    assert bits(attention(**arrays, dropout_p=0.5, dropout_seed=jax.random.key(4))).tobytes() != words.tobytes()
+    with pytest.raises(TypeError, match=r"dropout_seed must be .*; got uint32 \[4\]"):
+        attention(**arrays, dropout_p=0.5, dropout_seed=jax.random.key(3, impl="rbg"))
+
+
 def test_numpy_arrays_are_taken() -> None:
     call = make_call("sinks", "bias", dtype="bfloat16")
     plain = {name: _arrays.from_numpy(array) for name, array in call.arrays.items()}

@@ -125,6 +125,17 @@ def test_rows_past_the_query_lengths_are_zero_whatever_they_hold() -> None:
     assert (np.asarray(lse[0, 4:]) == -np.inf).all() and np.isfinite(np.asarray(lse[0, :4])).all()
 
 
+@pytest.mark.parametrize("name", ["query_seq_lengths", "key_value_seq_lengths"])
+@pytest.mark.parametrize("length", [-1, 9])
+def test_traced_lengths_that_do_not_fit_are_nan(name: str, length: int) -> None:
+    @jax.jit
+    def run(lengths: jax.Array) -> Any:
+        return dot_product_attention(Q, KEY, VALUE, **{name: lengths}, return_residual=True)
+
+    for found in run(jnp.array([length, 4])):
+        assert np.isnan(found[0]).all() and np.isfinite(found[1, :4]).all()
+
+
 def test_keys_that_the_mask_hides_may_hold_anything() -> None:
     for mask in (KEYS.at[..., 5].set(False), jnp.asarray(MASK).at[..., 5].set(False)):
         moving = {"query": Q, "key": KEY, "value": VALUE}
@@ -166,18 +177,54 @@ def test_the_gradient_of_a_broadcast_bias_is_summed_in_order() -> None:
         ({"bias": jnp.ones((3, 1, T, S))}, ValueError, r"bias must broadcast to \[B, N, T, S\]"),
         ({"query_seq_lengths": jnp.array([7, 1])}, ValueError, r"query_seq_lengths must lie in \[0, 6\]"),
         ({"query_seq_lengths": jnp.array([1.0, 1.0])}, TypeError, "query_seq_lengths must be int32 or int64"),
-        ({"query_seq_lengths": jnp.array([1])}, ValueError, r"query_seq_lengths must have shape"),
-        ({"key_value_seq_lengths": jnp.array([9, 1])}, ValueError, r"kv_lengths must lie in \[0, 8\]"),
+        ({"query_seq_lengths": jnp.array([1])}, ValueError, r"query_seq_lengths must be an integer or have shape"),
+        ({"key_value_seq_lengths": jnp.array([9, 1])}, ValueError, r"key_value_seq_lengths must lie in \[0, 8\]; got \[9, 1\]"),
         ({"local_window_size": (-1, 0)}, ValueError, "window sides"),
         ({"implementation": "cudnn"}, UnknownName, "unknown engine"),
         ({"sinks": jnp.zeros(3)}, ValueError, "sinks must have shape"),
-        ({"mask": [[True]]}, TypeError, "mask must be a jax.Array or a numpy.ndarray; got list"),
-        ({"query_seq_lengths": [5]}, TypeError, "query_seq_lengths must be a jax.Array or a numpy.ndarray; got list"),
+        ({"query": None}, TypeError, "query must be an array or what jnp.asarray makes one of; got None"),
+        ({"bias": "none"}, TypeError, "bias must be an array or .*; got 'none'"),
+        ({"mask": [[True], [True, False]]}, TypeError, "mask must be an array or"),
+        ({"sinks": "none"}, TypeError, "sinks must be an array or .*; got 'none'"),
+        ({"query_seq_lengths": 9}, ValueError, r"query_seq_lengths must lie in \[0, 6\]; got 9"),
+        ({"query_seq_lengths": [5]}, ValueError, r"query_seq_lengths must be an integer or have shape \[B\] = \[2\]; got \[1\]"),
+        ({"key_value_seq_lengths": True}, TypeError, "key_value_seq_lengths must be int32 or int64; got bool"),
+        ({"key_value_seq_lengths": [1.5, 2.0]}, TypeError, "key_value_seq_lengths must be int32 or int64; got float32"),
+        ({"is_causal": None}, TypeError, "is_causal must be True or False; got None"),
     ],
 )
 def test_bad_input_is_named(change: dict[str, Any], error: type[Exception], message: str) -> None:
     with pytest.raises(error, match=message):
         dot_product_attention(**{"query": Q, "key": KEY, "value": VALUE, **change})
+
+
+ARRAY_LIKES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
+    "query": ({"query": np.asarray(Q).tolist()}, {}),
+    "query in float64": ({"query": np.asarray(Q, np.float64)}, {}),
+    "bias of no axes": ({"bias": 0.5}, {"bias": jnp.full((1, 1, 1, 1), 0.5)}),
+    "mask": ({"mask": MASK.tolist()}, {"mask": jnp.asarray(MASK)}),
+    "lengths": (
+        {"query_seq_lengths": [3, 2], "key_value_seq_lengths": (7, 1)},
+        {"query_seq_lengths": jnp.array([3, 2]), "key_value_seq_lengths": jnp.array([7, 1])},
+    ),
+    "one length": (
+        {"query_seq_lengths": 3, "key_value_seq_lengths": np.int64(7)},
+        {"query_seq_lengths": jnp.array([3, 3]), "key_value_seq_lengths": jnp.array([7, 7])},
+    ),
+    "window": ({"local_window_size": np.int64(2)}, {"local_window_size": (2, 2)}),
+    "sinks": ({"sinks": [2.0, -8.0, 20.0, 0.0]}, {"sinks": SINKS}),
+}
+
+
+@pytest.mark.parametrize("case", ARRAY_LIKES)
+def test_what_jnp_asarray_takes_is_taken(case: str) -> None:
+    likes, arrays = ({"query": Q, "key": KEY, "value": VALUE, **change} for change in ARRAY_LIKES[case])
+    assert_bytes(bits(dot_product_attention(**likes)), bits(dot_product_attention(**arrays)), case)
+
+
+def test_traced_options_name_static_argnames() -> None:
+    with pytest.raises(TypeError, match=r"is_causal, scale, local_window_size must be known .* static_argnames, here \['is_causal'"):
+        jax.jit(dot_product_attention)(Q, KEY, VALUE, is_causal=True, scale=0.5, local_window_size=2)
 
 
 def test_the_plain_engine_is_close() -> None:

@@ -51,6 +51,11 @@ BAD: list[tuple[dict[str, Any], type[Exception], str]] = [
     ({"dropout_p": 0.5, "dropout_seed": 2**64}, ValueError, "dropout_seed must lie in"),
     ({"dropout_p": 0.5, "dropout_seed": 1.5}, TypeError, "dropout_seed must be an integer"),
     ({"dropout_p": 0.5, "dropout_seed": jnp.zeros(3, jnp.uint32)}, TypeError, r"got uint32 \[3\]"),
+    ({"scale": jnp.asarray(1j)}, TypeError, "scale must be a real number; got Array"),
+    ({"scale": jnp.asarray(True)}, TypeError, "scale must be a real number; got Array"),
+    ({"scale": np.asarray("half")}, TypeError, "scale must be a real number; got array"),
+    ({"engine": ["host"]}, TypeError, r"engine must be a string or None; got \['host'\]"),
+    ({"contract": ["x"]}, TypeError, r"contract must be a string or None; got \['x'\]"),
     ({"contract": "ordered-v0"}, UnknownName, "unknown contract 'ordered-v0'; known: ordered-v1"),
     ({"engine": "tpu"}, UnknownName, "unknown engine of attn_jax_rocm_sink 'tpu'; known: host.*, xla"),
 ]
@@ -66,8 +71,18 @@ def test_bad_input_is_found_when_traced() -> None:
     arrays = jax_arrays(make_call())
     with pytest.raises(ValueError, match="head dim must agree"):
         jax.jit(lambda q: attention(**{**arrays, "q": q}))(ONES((2, 4, 5, 7)))
-    with pytest.raises(TypeError, match="scale must be a number that is known when traced"):
-        jax.jit(lambda scale: attention(**arrays, scale=scale))(0.5)
+
+
+@pytest.mark.parametrize(
+    "options", [{"causal": True}, {"scale": 0.5}, {"window": (1, 0)}, {"dropout_p": 0.5, "dropout_seed": 1}, {"return_lse": True}]
+)
+def test_traced_options_are_told_to_be_static(options: dict[str, Any]) -> None:
+    arrays = jax_arrays(make_call())
+    name = next(iter(options))
+    hint = ".*multiply q by it" if name == "scale" else ""
+    with pytest.raises(TypeError, match=rf"attention: {name} must be known when traced: .* static_argnames, here \['{name}'\]{hint}"):
+        jax.jit(attention)(**arrays, **options)
+    assert jax.jit(attention, static_argnames=name)(**arrays, **options) is not None
 
 
 def test_traced_lengths_out_of_range_are_invalid_arguments() -> None:
@@ -76,6 +91,24 @@ def test_traced_lengths_out_of_range_are_invalid_arguments() -> None:
     with pytest.raises(jax.errors.JaxRuntimeError, match=r"INVALID_ARGUMENT: attn_jax_rocm_sink: .*kv_lengths"):
         jax.block_until_ready(run(jnp.array([3, 10])))
     assert run(jnp.array([3, 9])).shape == (2, 4, 5, 3)
+
+
+@pytest.mark.parametrize("engine", [None, "xla"])
+@pytest.mark.parametrize("form", [int, lambda start: np.array([0, start]), lambda start: jnp.array([0, start], jnp.int32)])
+@pytest.mark.parametrize(("name", "rows"), [("q_start", 5), ("k_start", 9)])
+def test_known_positions_beyond_32_bits_are_named(name: str, rows: int, form: Any, engine: str | None) -> None:
+    arrays = jax_arrays(make_call())
+    last = 2**31 - rows
+    with pytest.raises(ValueError, match=rf"{name} .*{last + 1}"):
+        attention(**arrays, **{name: form(last + 1)}, engine=engine)
+    assert attention(**arrays, **{name: form(last)}, engine=engine).shape == (2, 4, 5, 3)
+
+
+def test_traced_positions_beyond_32_bits_are_invalid_arguments() -> None:
+    arrays = jax_arrays(make_call())
+    run = jax.jit(lambda start: attention(**arrays, k_start=start))
+    with pytest.raises(jax.errors.JaxRuntimeError, match="INVALID_ARGUMENT: attn_jax_rocm_sink: key positions"):
+        jax.block_until_ready(run(jnp.array([0, 2**31 - 1])))
 
 
 def test_second_derivatives_are_refused_by_name() -> None:

@@ -278,9 +278,26 @@ BAD: list[tuple[dict[str, Any], type[Exception], str]] = [
         "scaling_factor must be a number; got None",
     ),
     ({"qkv": (Q[:, :, :3], KEY, VALUE)}, ValueError, "multiple of kv heads"),
-    ({"qkv": (Q, KEY, [1.0])}, TypeError, r"qkv\[2\] must be a jax.Array or a numpy.ndarray; got list"),
+    ({"qkv": (Q, KEY, None)}, TypeError, r"qkv\[2\] must be an array or what jnp.asarray makes one of; got None"),
+    ({"qkv": Q}, TypeError, "qkv must be a tuple of arrays"),
+    ({"qkv": (Q[:, :, :0], KEY[:, :, :0], VALUE[:, :, :0]), "attn_bias_type": ALIBI}, ValueError, "at least one query head"),
+    ({"bias": "none", "attn_bias_type": POST}, TypeError, "bias must be an array or .*; got 'none'"),
+    ({"softmax_type": LEARNABLE, "softmax_offset": "none"}, TypeError, "softmax_offset must be an array or"),
+    ({"window_size": 1}, TypeError, r"window_size must be \(left, right\), each an integer; got 1"),
     ({"window_size": (3,)}, TypeError, r"window_size must be \(left, right\), each an integer; got \(3,\)"),
+    ({"window_size": (3, 0, 0)}, TypeError, r"window_size must be \(left, right\), each an integer; got \(3, 0, 0\)"),
     ({"window_size": (3, 0.5)}, TypeError, r"window_size must be \(left, right\), each an integer; got \(3, 0.5\)"),
+    ({"scaling_factor": None}, TypeError, "scaling_factor must be a number; got None"),
+    ({"scaling_factor": "half"}, TypeError, "scaling_factor must be a number; got 'half'"),
+    ({"scaling_factor": jnp.asarray(1j)}, TypeError, "scaling_factor must be a real number"),
+    ({"dropout_probability": None}, TypeError, "dropout_probability must be a number; got None"),
+    ({"is_training": None}, TypeError, "is_training must be True or False; got None"),
+    ({"max_segments_per_seq": 2.0}, TypeError, "max_segments_per_seq must be an integer; got 2.0"),
+    ({"context_parallel_axis": None}, TypeError, "context_parallel_axis must be a string; got None"),
+    ({"attn_bias_type": "causal"}, TypeError, "attn_bias_type must be an AttnBiasType; got 'causal'"),
+    ({"attn_mask_type": "causal"}, TypeError, "attn_mask_type must be an AttnMaskType; got 'causal'"),
+    ({"qkv_layout": "causal"}, TypeError, "qkv_layout must be a QKVLayout; got 'causal'"),
+    ({"softmax_type": "causal"}, TypeError, "softmax_type must be an AttnSoftmaxType; got 'causal'"),
 ]
 GOOD: dict[str, Any] = {
     "qkv": (Q, KEY, VALUE),
@@ -306,3 +323,16 @@ def test_what_cannot_be_honoured_is_refused(change: dict[str, Any], error: type[
 def test_every_reason_is_told_at_once() -> None:
     with pytest.raises(ValueError, match=r"PADDING_MASK needs .*; NO_BIAS takes no bias; VANILLA_SOFTMAX takes no"):
         fused_attn(**{**GOOD, "attn_mask_type": MASK.PADDING_MASK, "bias": Q, "softmax_offset": OFFSET})
+
+
+def test_what_jnp_asarray_takes_is_taken() -> None:
+    bias = np.random.default_rng(6).standard_normal((1, 1, S, T)).astype(np.float32)
+    kinds = {"attn_bias_type": POST, "softmax_type": LEARNABLE, "scaling_factor": jnp.float32(SCALE), "window_size": [2, -1]}
+    arrays = {"qkv": (Q, KEY, VALUE), "bias": jnp.asarray(bias), "softmax_offset": OFFSET}
+    likes = {"qkv": [np.asarray(Q).tolist(), KEY, VALUE], "bias": bias.tolist(), "softmax_offset": np.asarray(OFFSET, np.float64)}
+    assert_bytes(bits(fused_attn(**{**GOOD, **kinds, **likes})), bits(fused_attn(**{**GOOD, **kinds, **arrays})), "lists")
+
+
+def test_a_traced_factor_is_told_what_to_do() -> None:
+    with pytest.raises(TypeError, match=r"fused_attn: scaling_factor must be known when traced: .*multiply q by it"):
+        jax.jit(lambda factor: fused_attn(**{**GOOD, "scaling_factor": factor}))(SCALE)

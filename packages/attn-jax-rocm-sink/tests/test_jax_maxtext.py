@@ -95,7 +95,9 @@ def test_prefill_reads_its_cache() -> None:
     [
         ("autoregressive", {}, "model_mode must be train, or prefill with its cached_values; got 'autoregressive'"),
         ("prefill", {}, "model_mode must be train, or prefill with its cached_values"),
-        ("prefill", {"cached_values": (None, None)}, "the first part is None"),
+        ("prefill", {"cached_values": (None, None)}, r"must be \(\(key, value, decoder_segment_ids\), None\); got \(None, None\)"),
+        ("prefill", {"cached_values": 5}, r"cached_values of prefill must be .*; got 5"),
+        ("prefill", {"cached_values": ((KEY, VALUE), None)}, "cached_values of prefill must be"),
         ("prefill", {"cached_values": ((KEY, VALUE, IDS), (KEY, VALUE, IDS, IDS))}, "cached_values cannot be honoured in prefill"),
         ("train", {"previous_chunk": KEY}, "previous_chunk cannot be honoured in train"),
         ("train", {"bidirectional_mask": IDS, "indexer_mask": IDS}, "bidirectional_mask, indexer_mask cannot be honoured"),
@@ -109,6 +111,19 @@ def test_what_it_lacks_is_refused(mode: str, change: dict[str, Any], message: st
         LAYERS["global"](Q, KEY, VALUE, None, None, mode, **change)
 
 
+def test_arrays_may_be_lists_and_nothing_else() -> None:
+    q, k, v, ids = Q[:, :4, :8], KEY[:, :4, :1], VALUE[:, :4, :1], IDS[:, :4]
+    layer = LAYERS["global"]
+    out = layer(np.asarray(q).tolist(), k, v, ids.tolist(), None, "train", sinks=[0.0] * 8)
+    assert_bytes(bits(out), bits(layer(q, k, v, ids, None, "train", sinks=jnp.zeros(8))), "out")
+    given: dict[str, Any] = {"query": q, "key": k, "value": v, "decoder_segment_ids": ids, "inputs_positions": None}
+    for name in (*given, "sinks"):
+        with pytest.raises(TypeError, match=rf"{name} must be an array or what jnp.asarray makes one of; got 'none'"):
+            layer(**{**given, name: "none"}, model_mode="train")
+    with pytest.raises(ValueError, match=r"query must have 4 axes \[B, S, H, D\]"):
+        layer(q[0], k, v, ids, None, "train")
+
+
 @pytest.mark.parametrize(
     ("options", "message"),
     [
@@ -116,11 +131,13 @@ def test_what_it_lacks_is_refused(mode: str, change: dict[str, Any], message: st
         ({"attention_type": "local_sliding"}, "sliding_window_size goes with local_sliding; got None"),
         ({"sliding_window_size": 4}, "sliding_window_size goes with local_sliding; got 4 for global"),
         ({"attention_type": "local_sliding", "sliding_window_size": 0}, "sliding_window_size must be an integer of at least 1; got 0"),
+        ({"max_segments_per_seq": "two"}, "max_segments_per_seq must be an integer of at least 1; got 'two'"),
+        ({"scale": "half"}, "scale must be a number; got 'half'"),
         ({"attention_type": "local_sliding", "sliding_window_size": 2.5}, "sliding_window_size must be an integer of at least 1; got 2.5"),
     ],
 )
 def test_bad_layers_are_named(options: dict[str, Any], message: str) -> None:
-    with pytest.raises(ValueError, match=message):
+    with pytest.raises((TypeError, ValueError), match=message):
         MaxTextAttention(**options)
 
 

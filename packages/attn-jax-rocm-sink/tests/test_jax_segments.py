@@ -251,34 +251,21 @@ def test_segments_that_do_not_fit_are_an_error_or_nan(lengths: list[int], starts
     assert np.isfinite(out[1]).all()
 
 
-@pytest.mark.parametrize("length", [-1, S + 1])
-def test_a_traced_length_that_does_not_fit_is_nan(length: int) -> None:
-    def call(lengths: jax.Array) -> jax.Array:
-        descriptor = SequenceDescriptor.from_seqlens((lengths, jnp.asarray([T, T])))
-        options = (
-            AttnBiasType.NO_BIAS,
-            AttnMaskType.PADDING_MASK,
-            QKVLayout.BSHD_BSHD_BSHD,
-            AttnSoftmaxType.VANILLA_SOFTMAX,
-            SCALE,
-            0.0,
-            True,
-        )
-        return fused_attn((Q, KEY, VALUE), None, descriptor, None, *options)
+@pytest.mark.parametrize("engine", ["host", "xla"])
+@pytest.mark.parametrize("mask", [AttnMaskType.PADDING_MASK, AttnMaskType.PADDING_CAUSAL_BOTTOM_RIGHT_MASK])
+@pytest.mark.parametrize("lengths", [(-1, 4), (S + 1, 4), (4, -1), (4, T + 1), (-(2**31), T), (2**31 - 1, -(2**31))])
+def test_traced_lengths_that_do_not_fit_are_nan(lengths: tuple[int, int], mask: AttnMaskType, engine: str) -> None:
+    def call(queries: jax.Array, keys: jax.Array) -> jax.Array:
+        descriptor = SequenceDescriptor.from_seqlens((queries, keys))
+        options = (AttnBiasType.NO_BIAS, mask, QKVLayout.BSHD_BSHD_BSHD, AttnSoftmaxType.VANILLA_SOFTMAX, SCALE, 0.0, True)
+        return fused_attn((Q, KEY, VALUE), None, descriptor, None, *options, engine=engine)
 
-    out = np.asarray(jax.jit(call)(jnp.asarray([length, 4])))
+    given = tuple(jnp.asarray([length, 4]) for length in lengths)
+    out = np.asarray(jax.jit(call)(*given))
     assert np.isnan(out[0]).all()
     assert np.isfinite(out[1]).all()
-
-
-def test_options_of_other_types_are_named() -> None:
-    options: list[Any] = [AttnBiasType.NO_BIAS, AttnMaskType.NO_MASK, QKVLayout.BSHD_BSHD_BSHD, AttnSoftmaxType.VANILLA_SOFTMAX]
-    for place, name in enumerate(("attn_bias_type", "attn_mask_type", "qkv_layout", "softmax_type")):
-        given = [*options[:place], "causal", *options[place + 1 :]]
-        with pytest.raises(TypeError, match=rf"{name} must be of type \w+; got 'causal'"):
-            fused_attn((Q, KEY, VALUE), None, None, None, *given, SCALE, 0.0, True)
-    with pytest.raises(TypeError, match=r"max_segments_per_seq must be of type int; got 2\.0"):
-        fused_attn((Q, KEY, VALUE), None, None, None, *options, SCALE, 0.0, True, 2.0)  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="seqlens must lie in"):
+        call(*given)
 
 
 @pytest.mark.parametrize(
@@ -293,6 +280,13 @@ def test_options_of_other_types_are_named() -> None:
         (lambda: packed(arrays(), SequenceDescriptor.from_seqlens(np.array([11, 2]))), ValueError, r"seqlens must lie in \[0, 10\]"),
         (lambda: packed(arrays(), SequenceDescriptor.from_seqlens(np.array([1]))), ValueError, "seqlens must have shape"),
         (lambda: packed(arrays(), SequenceDescriptor()), ValueError, "the SequenceDescriptor is empty"),
+        (
+            lambda: packed(arrays(), SequenceDescriptor(seqlens=(LENGTHS_Q[:, 0], None))),
+            TypeError,
+            "SequenceDescriptor: seqlens must be an array or what jnp.asarray makes one of; got None",
+        ),
+        (lambda: packed(arrays(), SequenceDescriptor(seqlens=5)), ValueError, "seqlens must have 1 axes"),
+        (lambda: packed(arrays(), replace(BY_IDS, seqlens=LENGTHS_Q)), ValueError, "from_ methods gives it; got seqlens, segment_ids"),
         (lambda: packed(arrays(), replace(BY_LENGTHS, seqlens=(LENGTHS_Q + 5, LENGTHS_K))), ValueError, "must lie in"),
         (
             lambda: packed(arrays(), SequenceDescriptor.from_segment_ids_and_pos(IDS, (IDS[0], IDS[1]))),

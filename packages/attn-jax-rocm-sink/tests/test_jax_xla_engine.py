@@ -206,6 +206,10 @@ def test_second_derivatives_are_those_of_plain_softmax() -> None:
     expected = np.asarray(jax.jit(jax.jacrev(jax.grad(plain)))(q))
     assert np.abs(expected).max() > 0.01
     np.testing.assert_allclose(np.asarray(jax.jit(jax.jacrev(jax.grad(ours)))(q)), expected, atol=1e-5)
+    along = jax.jit(lambda q: jax.jvp(jax.grad(ours), (q,), (q,))[1])(q)  # forward over reverse
+    np.testing.assert_allclose(np.asarray(along), np.tensordot(expected, np.asarray(q), q.ndim), atol=1e-5)
+    with pytest.raises(TypeError, match="forward-mode"):
+        jax.jvp(ours, (q,), (q,))
 
 
 @pytest.mark.parametrize("shape", [(0, 4, 2, 3, 4), (2, 4, 2, 0, 4), (2, 4, 2, 3, 0)])

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import numbers
-from collections.abc import Mapping
+import reprlib
 from typing import Any
 
 import jax
@@ -13,13 +13,31 @@ import numpy as np
 from attn_spec import bfloat16
 from attn_spec._validation import ArrayInfo
 
-__all__ = ["are_seed_words", "check_arrays", "from_numpy", "info", "integers", "is_integer", "platform", "seed_words", "to_numpy"]
+__all__ = [
+    "are_seed_words",
+    "as_array",
+    "check_known",
+    "from_numpy",
+    "info",
+    "integers",
+    "is_integer",
+    "is_real",
+    "number",
+    "platform",
+    "seed_words",
+    "to_numpy",
+    "without_key_type",
+]
 
 _INT32 = np.iinfo(np.int32)
 
 
 def is_integer(value: Any) -> bool:
     return isinstance(value, numbers.Integral) and not isinstance(value, bool)
+
+
+def is_real(value: Any) -> bool:
+    return isinstance(value, numbers.Real) and not isinstance(value, bool)
 
 
 def _device_name(device: jax.Device) -> str:
@@ -50,18 +68,40 @@ def platform(arrays: dict[str, Any], fallback: str | None) -> str:
     return _device_name(default if default is not None else jax.local_devices()[0])
 
 
-def check_arrays(op: str, arrays: Mapping[str, Any]) -> None:
-    """TypeError for an argument that is neither an array nor None."""
-    for name, array in arrays.items():
-        if array is not None and not isinstance(array, (jax.Array, np.ndarray)):
-            raise TypeError(f"{op}: {name} must be a jax.Array or a numpy.ndarray; got {type(array).__name__}")
+def as_array(op: str, name: str, value: Any) -> jax.Array:
+    """``value`` as ``jnp.asarray`` takes it, as the calls of the dialects do; TypeError with name and value for anything else."""
+    try:
+        return jnp.asarray(value)
+    except (TypeError, ValueError, OverflowError) as error:
+        raise TypeError(f"{op}: {name} must be an array or what jnp.asarray makes one of; got {reprlib.repr(value)}") from error
+
+
+def check_known(op: str, **options: Any) -> None:
+    """TypeError for traced options, with what to do about them."""
+    traced = [name for name, option in options.items() if any(isinstance(leaf, jax.core.Tracer) for leaf in jax.tree.leaves(option))]
+    if traced:
+        hint = "; for a traced scale, multiply q by it and give 1.0" if {"scale", "scaling_factor"} & set(traced) else ""
+        raise TypeError(
+            f"{op}: {', '.join(traced)} must be known when traced: name such options in jax.jit's static_argnames, here {traced}, "
+            f"or bind them with functools.partial{hint}"
+        )
+
+
+def number(op: str, name: str, value: Any) -> Any:
+    """``value``, out of an array without axes where it is in one, which must hold a real number."""
+    if not (isinstance(value, (jax.Array, np.ndarray)) and value.shape == ()):
+        return value
+    if not (jnp.issubdtype(value.dtype, jnp.floating) or jnp.issubdtype(value.dtype, jnp.integer)):
+        raise TypeError(f"{op}: {name} must be a real number; got {value!r}")
+    return float(value)
 
 
 def info(name: str, array: Any, device: str) -> ArrayInfo | None:
     """Shape, dtype and device of an array argument; ``device`` is where an array without a device of its own goes."""
     if array is None:
         return None
-    check_arrays("attention", {name: array})
+    if not isinstance(array, (jax.Array, np.ndarray)):
+        raise TypeError(f"attention: {name} must be a jax.Array or a numpy.ndarray; got {type(array).__name__}")
     own = _own_devices(array)
     return ArrayInfo(tuple(array.shape), array.dtype.name, min(own) if own else device)
 
@@ -77,6 +117,13 @@ def integers(name: str, value: Any, batch: int, low: int, high: int) -> jax.Arra
     if known.size and (known.min() < low or known.max() > high):
         raise ValueError(f"attention: {name} must lie in [{low}, {high}]; got {value if is_integer(value) else known.tolist()}")
     return jnp.asarray(known.astype(np.int32))
+
+
+def without_key_type(seed: Any) -> Any:
+    """``seed``; of a key that ``jax.random.key`` makes the words that ``jax.random.PRNGKey`` gives."""
+    if isinstance(seed, jax.Array) and jnp.issubdtype(seed.dtype, jax.dtypes.prng_key):
+        return jax.random.key_data(seed)
+    return seed
 
 
 def are_seed_words(seed: Any) -> bool:

@@ -16,7 +16,17 @@ from attn_spec._sm90 import score_factor
 from attn_spec._validation import ArrayInfo, describe
 
 from attn_jax_rocm_sink import _xla
-from attn_jax_rocm_sink._arrays import are_seed_words, info, integers, is_integer, platform, seed_words
+from attn_jax_rocm_sink._arrays import (
+    are_seed_words,
+    check_known,
+    info,
+    integers,
+    is_integer,
+    number,
+    platform,
+    seed_words,
+    without_key_type,
+)
 from attn_jax_rocm_sink._engines import ENGINES, handlers_of, select
 from attn_jax_rocm_sink._ffi import HANDLERS
 from attn_jax_rocm_sink._vjp import Inputs, attention_with_lse
@@ -28,6 +38,7 @@ NAME = "attn_jax_rocm_sink"
 Outputs = jax.Array | tuple[jax.Array, jax.Array]
 _INT32_MAX = 2**31 - 1
 _OPTIONS = ("causal", "scale", "window", "dropout_p", "dropout_seed", "return_lse")
+_STATIC = ("causal", "scale", "window", "dropout_p", "return_lse")
 _INTEGERS = ("kv_lengths", "q_start", "k_start")
 
 
@@ -65,12 +76,13 @@ def attention(
         sinks: [H] logits after scaling, any of the three dtypes; -inf is no sink, 0 is off-by-one softmax.
         bias: [B|1, H|1, S|1, T|1], added after scaling; -inf masks.
         dropout_p: probability that a pair is dropped after normalisation; it needs ``dropout_seed``.
-        dropout_seed: 64-bit integer, a scalar integer array, or uint32 [2], low word first; the arrays may be traced.
+        dropout_seed: 64-bit integer, a scalar integer array, uint32 [2], low word first, or a key of ``jax.random`` of two words, typed or
+            not; the arrays may be traced.
         return_lse: also return the log-sum-exp.
         contract: "ordered-v1", which None is, or "sm90-v1": tensor-core attention of halves, head dims 64 and 128, on Hopper GPUs, and its
             bits on a CPU (256 too).
         engine: "host", "cuda" or "hip"; None takes the one of the device. Only when named, and outside every contract: "ck", and "xla"
-            (plain jax.numpy on any device, [B, H, S, T] memory, traced lengths are clamped).
+            (plain jax.numpy on any device, [B, H, S, T] memory, traced lengths and positions are not checked: they are clamped).
 
     Returns:
         ``out`` [B, H, S, V] in the dtype of v, or ``(out, lse)`` with lse float32 [B, H, S], natural logarithm, sink included. A row
@@ -79,7 +91,8 @@ def attention(
 
     Raises:
         TypeError, ValueError: bad dtype, shape, device or option. UnsupportedProblem: no engine of this package runs it. JaxRuntimeError
-        with INVALID_ARGUMENT: traced lengths or positions out of range, found when the call runs.
+        with INVALID_ARGUMENT: traced lengths or positions out of range, found when engine "host" runs; kernels of a GPU cannot raise and
+        clamp them.
 
     Source: docs/contracts/ordered-v1.md, section 3; docs/contracts/sm90-v1.md.
     """
@@ -113,7 +126,12 @@ def forward_fp32(*arguments: Any, **keywords: Any) -> Outputs:
 
 
 def _run(arguments: dict[str, Any], out_dtype: str | None) -> Outputs:
-    arguments["scale"] = _known_scale(arguments["scale"])
+    check_known("attention", **{name: arguments[name] for name in _STATIC})
+    for name in ("contract", "engine"):
+        if not isinstance(arguments[name], str | None):
+            raise TypeError(f"attention: {name} must be a string or None; got {arguments[name]!r}")
+    arguments["scale"] = number("attention", "scale", arguments["scale"])
+    arguments["dropout_seed"] = without_key_type(arguments["dropout_seed"])
     for name in _INTEGERS:
         arguments[name] = _one_for_each(arguments[name], arguments["q"])
     problem, chosen = _check(arguments)
@@ -133,8 +151,8 @@ def _run(arguments: dict[str, Any], out_dtype: str | None) -> Outputs:
         v=jnp.asarray(arguments["v"]),
         key_padding_mask=_optional(arguments["key_padding_mask"]),
         kv_lengths=integers("kv_lengths", arguments["kv_lengths"], batch, 0, keys),
-        q_start=integers("q_start", None if top_left else q_start, batch, -_INT32_MAX, _INT32_MAX),
-        k_start=integers("k_start", arguments["k_start"], batch, 0, _INT32_MAX),
+        q_start=integers("q_start", None if top_left else q_start, batch, -_INT32_MAX, _last_start(problem.queries)),
+        k_start=integers("k_start", arguments["k_start"], batch, 0, _last_start(keys)),
         sinks=_optional(arguments["sinks"]),
         bias=_optional(arguments["bias"]),
         dropout_seed=seed_words(arguments["dropout_seed"]) if arguments["dropout_p"] > 0.0 else None,
@@ -199,12 +217,9 @@ def _described_lengths(value: Any, q: ArrayInfo | None, device: str) -> ArrayInf
     return ArrayInfo(q.shape[:1] if q is not None else (), "int32", device)
 
 
-def _known_scale(scale: Any) -> Any:
-    if isinstance(scale, jax.core.Tracer):
-        raise TypeError("attention: scale must be a number that is known when traced; got a traced array (multiply q instead)")
-    if isinstance(scale, (jax.Array, np.ndarray)) and scale.shape == ():
-        return float(scale)
-    return scale
+def _last_start(rows: int) -> int:
+    """The largest position of a first row whose last row still has one of 32 bits."""
+    return _INT32_MAX - max(rows - 1, 0)
 
 
 def _optional(array: Any) -> jax.Array | None:

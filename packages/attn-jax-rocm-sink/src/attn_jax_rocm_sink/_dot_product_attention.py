@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-from attn_jax_rocm_sink._arrays import check_arrays
+from attn_jax_rocm_sink._arrays import as_array, check_known, is_integer
 from attn_jax_rocm_sink._attention import attention
 from attn_jax_rocm_sink._bias import with_mask
-from attn_jax_rocm_sink._segments import keep_rows
+from attn_jax_rocm_sink._segments import fitted, keep_rows, spoil
 
 __all__ = ["dot_product_attention"]
 
@@ -33,13 +35,16 @@ def dot_product_attention(
 ) -> jax.Array | tuple[jax.Array, jax.Array]:
     """``jax.nn.dot_product_attention`` with ``sinks``; names, layout and alignment are its own.
 
+    Arrays may be whatever ``jnp.asarray`` takes.
+
     Args:
         query: [B, T, N, H] or [T, N, H]; key and value: [B, S, K, H] or [S, K, H]; the head dim of value may differ.
         bias: added after scaling, broadcastable to [B, N, T, S].
         mask: bool, broadcastable to [B, N, T, S], True takes part. One of shape [B|1, 1, 1, S] is a ``key_padding_mask``: keys that it
             drops are removed. Any other is -inf in the bias; keys that it hides from every query of a batch item may hold anything.
         is_causal: top-left: key j is visible to query i iff j <= i.
-        query_seq_lengths, key_value_seq_lengths: int32 or int64 [B]; rows past them are 0 in output and gradients.
+        query_seq_lengths, key_value_seq_lengths: int32 or int64 [B], or one for all; rows past them are 0 in output and gradients. A
+            batch item whose traced lengths do not fit is NaN.
         local_window_size: ``(left, right)`` or one integer for both, counted from key i for query i (top-left).
         sinks: [N] logits, as in ``attention``.
         implementation: the ``engine`` of ``attention``.
@@ -53,11 +58,15 @@ def dot_product_attention(
 
     Source: the documentation of jax.nn.dot_product_attention, JAX 0.10.
     """
-    arrays = {"query": query, "key": key, "value": value}
-    check_arrays("dot_product_attention", {**arrays, "bias": bias, "mask": mask, "query_seq_lengths": query_seq_lengths})
-    ranks = {name: array.ndim for name, array in arrays.items()}
+    op = "dot_product_attention"
+    check_known(op, is_causal=is_causal, scale=scale, local_window_size=local_window_size, return_residual=return_residual)
+    if not isinstance(is_causal, bool):
+        raise TypeError(f"{op}: is_causal must be True or False; got {is_causal!r}")
+    query, key, value = (as_array(op, name, array) for name, array in (("query", query), ("key", key), ("value", value)))
+    bias, mask = (None if array is None else as_array(op, name, array) for name, array in (("bias", bias), ("mask", mask)))
+    ranks = {"query": query.ndim, "key": key.ndim, "value": value.ndim}
     if len(set(ranks.values())) > 1 or query.ndim not in (3, 4):
-        raise ValueError(f"dot_product_attention: query, key and value must all have 4 axes, or all 3; got {ranks}")
+        raise ValueError(f"{op}: query, key and value must all have 4 axes, or all 3; got {ranks}")
     if query.ndim == 3:
         query, key, value = query[None], key[None], value[None]
     full = (query.shape[0], query.shape[2], query.shape[1], key.shape[1])
@@ -72,27 +81,27 @@ def dot_product_attention(
             seen = mask.any((1, 2))[..., None, None]
             key, value = jnp.where(seen, key, jnp.zeros((), key.dtype)), jnp.where(seen, value, jnp.zeros((), value.dtype))
             bias = with_mask(bias, mask)
-    if query_seq_lengths is not None:
-        query = keep_rows(query, _lengths(query_seq_lengths, full[0], full[2]))
-    window = (local_window_size, local_window_size) if isinstance(local_window_size, int) else local_window_size
+    query_lengths, no_queries = _lengths("query_seq_lengths", query_seq_lengths, full[0], full[2])
+    key_lengths, no_keys = _lengths("key_value_seq_lengths", key_value_seq_lengths, full[0], full[3])
+    lost = no_queries if no_keys is None else no_keys if no_queries is None else no_queries | no_keys
+    query = _used(query, query_lengths, lost)
+    window: Any = (local_window_size, local_window_size) if is_integer(local_window_size) else local_window_size
     out, lse = attention(
         *(jnp.swapaxes(array, 1, 2) for array in (query, key, value)),
         causal=is_causal,
         scale=scale,
         key_padding_mask=kept,
-        kv_lengths=key_value_seq_lengths,
+        kv_lengths=key_lengths,
         q_start=0 if is_causal or window is not None else None,
         window=window,
-        sinks=sinks,
+        sinks=None if sinks is None else as_array(op, "sinks", sinks),
         bias=bias,
         return_lse=True,
         contract=contract,
         engine=implementation,
     )
     out, lse = jnp.swapaxes(out, 1, 2), jnp.swapaxes(lse, 1, 2)
-    if query_seq_lengths is not None:
-        out = keep_rows(out, query_seq_lengths)
-        lse = jnp.where(jnp.arange(full[2])[:, None] < jnp.asarray(query_seq_lengths)[:, None, None], lse, -jnp.inf)
+    out, lse = _used(out, query_lengths, lost), _used(lse, query_lengths, lost, unused=-jnp.inf)
     if ranks["query"] == 3:
         out, lse = out[0], lse[0]
     return (out, lse) if return_residual else out
@@ -105,17 +114,27 @@ def _with_four_axes(name: str, array: jax.Array | None, full: tuple[int, int, in
     shape = (1,) * (4 - array.ndim) + tuple(array.shape)
     if len(shape) != 4 or any(size not in (1, axis) for size, axis in zip(shape, full, strict=True)):
         raise ValueError(f"dot_product_attention: {name} must broadcast to [B, N, T, S] = {list(full)}; got {list(array.shape)}")
-    return jnp.asarray(array).reshape(shape)
+    return array.reshape(shape)
 
 
-def _lengths(lengths: jax.Array, batch: int, high: int) -> jax.Array:
-    """``query_seq_lengths`` checked: int32 or int64 [B]; known values within the queries."""
-    if lengths.dtype.name not in ("int32", "int64"):
-        raise TypeError(f"dot_product_attention: query_seq_lengths must be int32 or int64; got {lengths.dtype.name}")
-    if lengths.shape != (batch,):
-        raise ValueError(f"dot_product_attention: query_seq_lengths must have shape [B] = {[batch]}; got {list(lengths.shape)}")
-    if not isinstance(lengths, jax.core.Tracer):
+def _lengths(name: str, lengths: Any, batch: int, size: int) -> tuple[jax.Array, jax.Array] | tuple[None, None]:
+    """``lengths`` checked, int32 [B] within [0, size], and bool [B]: which traced ones were outside. Known ones raise."""
+    if lengths is None:
+        return None, None
+    array = as_array("dot_product_attention", name, lengths)
+    if array.dtype.name not in ("int32", "int64"):
+        raise TypeError(f"dot_product_attention: {name} must be int32 or int64; got {array.dtype.name}")
+    if array.shape not in ((), (batch,)):
+        raise ValueError(f"dot_product_attention: {name} must be an integer or have shape [B] = {[batch]}; got {list(array.shape)}")
+    if not isinstance(array, jax.core.Tracer):
         known = np.asarray(lengths)
-        if known.size and (known.min() < 0 or known.max() > high):
-            raise ValueError(f"dot_product_attention: query_seq_lengths must lie in [0, {high}]; got {known.tolist()}")
-    return jnp.asarray(lengths)
+        if known.size and (known.min() < 0 or known.max() > size):
+            raise ValueError(f"dot_product_attention: {name} must lie in [0, {size}]; got {known.tolist()}")
+    return fitted(jnp.broadcast_to(array, (batch,)), size)
+
+
+def _used(rows: jax.Array, lengths: jax.Array | None, lost: jax.Array | None, unused: float = 0.0) -> jax.Array:
+    """``rows`` [B, T, ...], ``unused`` from ``lengths`` [B] on, and NaN for the batch items that are lost."""
+    if lengths is not None:
+        rows = keep_rows(rows, lengths, unused)
+    return rows if lost is None else spoil(rows, lost)

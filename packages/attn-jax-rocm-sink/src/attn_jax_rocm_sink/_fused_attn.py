@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 
-from attn_jax_rocm_sink._arrays import check_arrays, is_integer
+from attn_jax_rocm_sink._arrays import as_array, check_known, is_integer, is_real, number
 from attn_jax_rocm_sink._attention import attention
 from attn_jax_rocm_sink._attention_types import AttnBiasType, AttnMaskType, AttnSoftmaxType, QKVLayout
 from attn_jax_rocm_sink._bias import alibi, broadcast
-from attn_jax_rocm_sink._segments import Packing, keep_rows
+from attn_jax_rocm_sink._segments import Packing, fitted, keep_rows, spoil
 from attn_jax_rocm_sink._sequence_descriptor import SequenceDescriptor
 
 __all__ = ["fused_attn"]
@@ -39,13 +40,15 @@ def fused_attn(
 ) -> jax.Array:
     """Attention as Transformer Engine calls it; every option is honoured or refused.
 
+    Arrays may be whatever ``jnp.asarray`` takes.
+
     Args:
         qkv: one, two or three arrays, as ``qkv_layout`` says; H query heads, K kv heads (H where all are packed in one).
         bias: [B|1, H|1, S, T] in float32, bfloat16 or float16, for PRE_SCALE_BIAS and POST_SCALE_BIAS alone. ALIBI takes none: its slopes
             are the standard ones, its distance is ``|i + shift - j|`` with the alignment of the mask.
         sequence_descriptor: with the padding masks, and only with them. Rows that it leaves out are 0 in output and gradients, whatever
             they hold. Its arrays may be traced; a sequence whose traced lengths or segments do not fit is NaN.
-        seed: 64-bit integer, scalar integer array or uint32 [2], low word first; dropout needs it.
+        seed: as ``dropout_seed`` of ``attention``; dropout needs it.
         attn_mask_type: causal masks of a padded sequence or segment align to its own lengths.
         softmax_type: LEARNABLE_SOFTMAX needs ``softmax_offset`` float32 [1, H, 1, 1] and gives its gradient; the others take none.
         scaling_factor: a number known when traced.
@@ -66,22 +69,33 @@ def fused_attn(
 
     Source: Transformer Engine's ``transformer_engine.jax.attention.fused_attn``.
     """
-    for name, value, kind in (
-        ("attn_bias_type", attn_bias_type, AttnBiasType),
-        ("attn_mask_type", attn_mask_type, AttnMaskType),
-        ("qkv_layout", qkv_layout, QKVLayout),
-        ("softmax_type", softmax_type, AttnSoftmaxType),
-        ("max_segments_per_seq", max_segments_per_seq, int),
-    ):
-        if not isinstance(value, kind):
-            raise TypeError(f"fused_attn: {name} must be of type {kind.__name__}; got {value!r}")
-    check_arrays(
-        "fused_attn", {**{f"qkv[{place}]": array for place, array in enumerate(qkv)}, "bias": bias, "softmax_offset": softmax_offset}
+    check_known(
+        "fused_attn",
+        scaling_factor=scaling_factor,
+        dropout_probability=dropout_probability,
+        is_training=is_training,
+        max_segments_per_seq=max_segments_per_seq,
+        window_size=window_size,
     )
-    if window_size is not None and not (len(window_size) == 2 and all(side is None or is_integer(side) for side in window_size)):
-        raise TypeError(f"fused_attn: window_size must be (left, right), each an integer; got {window_size!r}")
-    if scaling_factor is None:
-        raise TypeError("fused_attn: scaling_factor must be a number; got None")
+    scaling_factor = number("fused_attn", "scaling_factor", scaling_factor)
+    for name, value, fits, kind in (
+        ("attn_bias_type", attn_bias_type, isinstance(attn_bias_type, AttnBiasType), "an AttnBiasType"),
+        ("attn_mask_type", attn_mask_type, isinstance(attn_mask_type, AttnMaskType), "an AttnMaskType"),
+        ("qkv_layout", qkv_layout, isinstance(qkv_layout, QKVLayout), "a QKVLayout"),
+        ("softmax_type", softmax_type, isinstance(softmax_type, AttnSoftmaxType), "an AttnSoftmaxType"),
+        ("qkv", qkv, isinstance(qkv, tuple | list), "a tuple of arrays"),
+        ("scaling_factor", scaling_factor, is_real(scaling_factor), "a number"),
+        ("dropout_probability", dropout_probability, is_real(dropout_probability), "a number"),
+        ("is_training", is_training, isinstance(is_training, bool), "True or False"),
+        ("max_segments_per_seq", max_segments_per_seq, is_integer(max_segments_per_seq), "an integer"),
+        ("window_size", window_size, window_size is None or _is_window(window_size), "(left, right), each an integer"),
+        ("context_parallel_axis", context_parallel_axis, isinstance(context_parallel_axis, str), "a string"),
+    ):
+        if not fits:
+            raise TypeError(f"fused_attn: {name} must be {kind}; got {value!r}")
+    qkv = tuple(as_array("fused_attn", f"qkv[{place}]", array) for place, array in enumerate(qkv))
+    bias = None if bias is None else as_array("fused_attn", "bias", bias)
+    softmax_offset = None if softmax_offset is None else as_array("fused_attn", "softmax_offset", softmax_offset)
     q, k, v = _unpacked(qkv, qkv_layout)
     heads = q.shape[2]
     full = (q.shape[0], heads, q.shape[1], k.shape[1])
@@ -113,7 +127,7 @@ def fused_attn(
         sinks=_sinks(softmax_offset, softmax_type, heads),
         bias=additive,
         dropout_p=dropout,
-        dropout_seed=None if isinstance(dropout, (int, float)) and dropout == 0.0 else seed,
+        dropout_seed=None if dropout == 0.0 else seed,
         contract=contract,
         engine=engine,
     )
@@ -123,23 +137,33 @@ def fused_attn(
 
 @dataclass(frozen=True)
 class _Rows:
-    """The rows of one call: whole sequences, sequences of given lengths, or segments. Lengths are int32, one a batch item."""
+    """The rows of one call: whole sequences, sequences of given lengths, or segments. Lengths are int32, one a batch item.
+
+    ``lost`` bool [B], with lengths: they do not fit the arrays. The queries of such a sequence are NaN, as its output is: no gradient of
+    the sums that it enters looks sound.
+    """
 
     query_lengths: jax.Array | None = None
     key_lengths: jax.Array | None = None
     packings: tuple[Packing, Packing] | None = None
+    lost: jax.Array | None = None
 
     def split(self, q: jax.Array, k: jax.Array, v: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
         if self.packings is not None:
             queries, keys = self.packings
             return queries.split(q), keys.split(k), keys.split(v)
-        return (q if self.query_lengths is None else keep_rows(q, self.query_lengths)), k, v
+        return self._kept(q), k, v
 
     def join(self, out: jax.Array) -> jax.Array:
         if self.packings is not None:
             lost = self.packings[0].lost | self.packings[1].lost
-            return jnp.where(lost[:, None, None, None], jnp.nan, self.packings[0].join(out))
-        return out if self.query_lengths is None else keep_rows(out, self.query_lengths)
+            return spoil(self.packings[0].join(out), lost)
+        return self._kept(out)
+
+    def _kept(self, rows: jax.Array) -> jax.Array:
+        if self.query_lengths is None or self.lost is None:
+            return rows
+        return spoil(keep_rows(rows, self.query_lengths), self.lost)
 
     def q_start(self, mask: AttnMaskType) -> int | jax.Array | None:
         """Position of query 0 among the keys; None is ``attention``'s own bottom-right."""
@@ -165,9 +189,11 @@ def _rows(descriptor: SequenceDescriptor | None, q: jax.Array, k: jax.Array, seg
     if descriptor is None:
         return _Rows()
     sizes = (q.shape[1], k.shape[1])
+    descriptor = descriptor.checked()
     lengths = descriptor.lengths(q.shape[0], sizes)
     if lengths is not None:
-        return _Rows(*lengths)
+        (queries, no_queries), (keys, no_keys) = (fitted(*pair) for pair in zip(lengths, sizes, strict=True))
+        return _Rows(queries, keys, lost=no_queries | no_keys)
     packings = descriptor.packing(q.shape[0], sizes, segments)
     return _Rows(packings[0].lengths.reshape(-1), packings[1].lengths.reshape(-1), packings)
 
@@ -190,7 +216,13 @@ def _unpacked(qkv: tuple[jax.Array, ...], layout: QKVLayout) -> tuple[jax.Array,
     return qkv[0], qkv[1], qkv[2]
 
 
+def _is_window(window: Any) -> bool:
+    return isinstance(window, tuple | list) and len(window) == 2 and all(side is None or is_integer(side) for side in window)
+
+
 def _layout_reasons(q: jax.Array, k: jax.Array, layout: QKVLayout) -> list[str]:
+    if q.shape[2] < 1:
+        return [f"there must be at least one query head; got q of shape {list(q.shape)}"]
     if layout.is_qkvpacked() or (q.shape[0] == k.shape[0] and q.shape[3] == k.shape[3]):
         return []
     return [f"q {list(q.shape)} and k {list(k.shape)} must share the batch and the head dim"]

@@ -2,19 +2,21 @@
 
 from __future__ import annotations
 
+import reprlib
 from dataclasses import dataclass
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 
-from attn_jax_rocm_sink._arrays import is_integer
+from attn_jax_rocm_sink._arrays import as_array, is_integer, is_real
 from attn_jax_rocm_sink._attention_types import AttnBiasType, AttnMaskType, AttnSoftmaxType, QKVLayout
 from attn_jax_rocm_sink._fused_attn import fused_attn
 from attn_jax_rocm_sink._sequence_descriptor import SequenceDescriptor
 
 __all__ = ["MaxTextAttention"]
 
+_NAME = "MaxTextAttention"
 _KINDS = ("global", "local_sliding", "full")
 
 
@@ -46,6 +48,10 @@ class MaxTextAttention:
         size = self.sliding_window_size
         if size is not None and not (is_integer(size) and size >= 1):
             raise ValueError(f"MaxTextAttention: sliding_window_size must be an integer of at least 1; got {size}")
+        if not (is_integer(self.max_segments_per_seq) and self.max_segments_per_seq >= 1):
+            raise ValueError(f"MaxTextAttention: max_segments_per_seq must be an integer of at least 1; got {self.max_segments_per_seq!r}")
+        if not is_real(self.scale):
+            raise TypeError(f"MaxTextAttention: scale must be a number; got {self.scale!r}")
 
     @property
     def _kind(self) -> str:
@@ -87,12 +93,7 @@ class MaxTextAttention:
             ValueError: a mode, cache or mask that this operator does not have; nothing is ignored.
         """
         if model_mode == "prefill" and cached_values is not None:
-            first, cached_values = cached_values
-            if first is None:
-                raise ValueError(
-                    "MaxTextAttention: cached_values of prefill must be ((key, value, decoder_segment_ids), None); the first part is None"
-                )
-            key, value, decoder_segment_ids = first
+            (key, value, decoder_segment_ids), cached_values = _cache(cached_values)
         elif model_mode != "train":
             raise ValueError(f"MaxTextAttention: model_mode must be train, or prefill with its cached_values; got {model_mode!r}")
         refused = {
@@ -108,6 +109,11 @@ class MaxTextAttention:
         given = [name for name, argument in refused.items() if argument is not None]
         if given:
             raise ValueError(f"MaxTextAttention: {', '.join(given)} cannot be honoured in {model_mode}")
+        query, key, value = (as_array(_NAME, name, array) for name, array in (("query", query), ("key", key), ("value", value)))
+        if query.ndim != 4:
+            raise ValueError(f"MaxTextAttention: query must have 4 axes [B, S, H, D]; got shape {list(query.shape)}")
+        if decoder_segment_ids is not None:
+            decoder_segment_ids = as_array(_NAME, "decoder_segment_ids", decoder_segment_ids)
         ids_of_keys = decoder_segment_ids if decoder_segment_ids_kv is None else decoder_segment_ids_kv
         descriptor: SequenceDescriptor | None = None
         if decoder_segment_ids is not None and ids_of_keys is not None:
@@ -129,11 +135,21 @@ class MaxTextAttention:
             True,
             self.max_segments_per_seq,
             None if self.sliding_window_size is None else (self.sliding_window_size - 1, 0),
-            softmax_offset=None if sinks is None else jnp.asarray(sinks, jnp.float32).reshape(1, -1, 1, 1),
+            softmax_offset=None if sinks is None else as_array(_NAME, "sinks", sinks).astype(jnp.float32).reshape(1, -1, 1, 1),
             contract=self.contract,
             engine=self.engine,
         )
         return out if in_order is None else jnp.where(in_order[:, None, None, None], out, jnp.nan)
+
+
+def _cache(cached: Any) -> tuple[tuple[Any, Any, Any], Any]:
+    """``((key, value, decoder_segment_ids), rest)`` of prefill's ``cached_values``."""
+    if not (isinstance(cached, tuple | list) and len(cached) == 2 and isinstance(cached[0], tuple | list) and len(cached[0]) == 3):
+        raise ValueError(
+            f"MaxTextAttention: cached_values of prefill must be ((key, value, decoder_segment_ids), None); got {reprlib.repr(cached)}"
+        )
+    key, value, ids = cached[0]
+    return (key, value, ids), cached[1]
 
 
 def _in_row_order(positions: jax.Array, ids: jax.Array | None, shape: tuple[int, ...]) -> jax.Array | None:
@@ -141,14 +157,13 @@ def _in_row_order(positions: jax.Array, ids: jax.Array | None, shape: tuple[int,
 
     Raises ValueError for known ones that do not, and for another shape or dtype.
     """
-    positions = jnp.asarray(positions)
+    positions = as_array(_NAME, "inputs_positions", positions)
     if positions.shape != tuple(shape) or not jnp.issubdtype(positions.dtype, jnp.integer):
         raise ValueError(
             f"MaxTextAttention: inputs_positions must be integers [B, S] = {list(shape)}; got {positions.dtype} {list(positions.shape)}"
         )
     grows = positions[:, 1:] - positions[:, :-1] == 1
     if ids is not None:
-        ids = jnp.asarray(ids)
         grows |= (ids[:, 1:] != ids[:, :-1]) | (ids[:, 1:] == 0)
     ordered = grows.all(1)
     if isinstance(ordered, jax.core.Tracer):

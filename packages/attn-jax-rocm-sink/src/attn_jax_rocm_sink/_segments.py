@@ -7,20 +7,23 @@ from dataclasses import dataclass
 import jax
 import jax.numpy as jnp
 
-__all__ = ["Packing", "keep_rows", "packing_of_ids", "packing_of_lengths", "route"]
+__all__ = ["Packing", "fitted", "keep_rows", "packing_of_ids", "packing_of_lengths", "route", "spoil"]
 
 
-def keep_rows(rows: jax.Array, lengths: jax.Array) -> jax.Array:
-    """``rows`` [B, S, ...] with those from ``lengths`` [B] on set to 0; nothing of them, NaN included, passes in either direction.
+def fitted(lengths: jax.Array, size: int) -> tuple[jax.Array, jax.Array]:
+    """``lengths`` [B] clamped to [0, size], int32, and bool [B]: which ones were outside."""
+    return jnp.clip(lengths, 0, size).astype(jnp.int32), (lengths < 0) | (lengths > size)
 
-    A sequence whose length is not in [0, S] is NaN.
-    """
-    size = rows.shape[1]
-    kept = jnp.arange(size, dtype=jnp.int32) < lengths[:, None]
-    fill = jnp.where((lengths >= 0) & (lengths <= size), 0.0, jnp.nan).astype(rows.dtype)
-    wide = (1,) * (rows.ndim - 2)
-    found = jnp.where(kept.reshape(kept.shape + wide), rows, jnp.zeros((), rows.dtype))
-    return jnp.where((fill == 0).reshape(-1, 1, *wide), found, fill.reshape(-1, 1, *wide))
+
+def keep_rows(rows: jax.Array, lengths: jax.Array, unused: float = 0.0) -> jax.Array:
+    """``rows`` [B, S, ...] with those from ``lengths`` [B] on ``unused``; nothing of them, NaN included, passes in either direction."""
+    kept = jnp.arange(rows.shape[1], dtype=jnp.int32) < lengths[:, None]
+    return jnp.where(kept.reshape(kept.shape + (1,) * (rows.ndim - 2)), rows, jnp.full((), unused, rows.dtype))
+
+
+def spoil(rows: jax.Array, lost: jax.Array) -> jax.Array:
+    """``rows`` [B, ...] with the batch items of ``lost`` bool [B] set to NaN."""
+    return jnp.where(lost.reshape(-1, *(1,) * (rows.ndim - 1)), jnp.nan, rows)
 
 
 @jax.custom_vjp

@@ -9,6 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from attn_jax_rocm_sink._arrays import as_array
 from attn_jax_rocm_sink._segments import Packing, packing_of_ids, packing_of_lengths
 
 __all__ = ["SequenceDescriptor"]
@@ -57,16 +58,30 @@ class SequenceDescriptor:
             raise ValueError(f"segment_pos must have the shape of segment_ids; got {[list(p.shape) for p in positions]}")
         return cls(segment_ids=ids, segment_pos=positions)
 
+    def checked(self) -> SequenceDescriptor:
+        """The same, its fields checked as the ``from_`` methods check them, which a descriptor need not come from."""
+        ids, lengths, offsets = self.segment_ids, self.seqlens, self.seq_offsets
+        if ids is not None and lengths is None and offsets is None:
+            return self.from_segment_ids_and_pos(ids, self.segment_pos)
+        if lengths is not None and ids is None and self.segment_pos is None:
+            return self.from_seqlens(lengths) if offsets is None else self.from_seqlens_and_offsets(lengths, offsets)
+        given = [name for name in _FIELDS if getattr(self, name) is not None]
+        if not given:
+            raise ValueError("the SequenceDescriptor is empty: build it with from_seqlens or another from_ method")
+        raise ValueError(f"a SequenceDescriptor holds what one of its from_ methods gives it; got {', '.join(given)}")
+
     def lengths(self, batch: int, sizes: tuple[int, int]) -> Pair | None:
-        """Used lengths int32 [B] of queries and keys where these are the first rows of each sequence; None where segments are named."""
+        """Used lengths [B] of queries and keys where these are the first rows of each sequence; None where segments are named.
+
+        ValueError for shapes, and for values that are known and do not fit.
+        """
         if self.seqlens is None or self.seq_offsets is not None:
             return None
         for lengths, size in zip(self.seqlens, sizes, strict=True):
             if lengths.shape != (batch,):
                 raise ValueError(f"seqlens must have shape [B] = [{batch}]; got {list(lengths.shape)}")
             _check_range("seqlens", lengths, size)
-        queries, keys = self.seqlens
-        return queries.astype(jnp.int32), keys.astype(jnp.int32)
+        return self.seqlens
 
     def packing(self, batch: int, sizes: tuple[int, int], segments: int) -> tuple[Packing, Packing]:
         """Segments of the queries and of the keys. ValueError for shapes, and for values that are known and do not fit."""
@@ -85,14 +100,10 @@ class SequenceDescriptor:
             if ids.shape != (batch, size):
                 raise ValueError(f"segment_ids must have shape [B, S] = {[batch, size]}; got {list(ids.shape)}")
             return packing_of_ids(ids, None if self.segment_pos is None else self.segment_pos[side], segments)
-        if self.seqlens is None:
-            raise ValueError("the SequenceDescriptor is empty: build it with from_seqlens or another from_ method")
+        assert self.seqlens is not None and self.seq_offsets is not None
         lengths = self.seqlens[side]
         if lengths.shape[0] != batch:
             raise ValueError(f"seqlens must have {batch} rows, one a sequence; got shape {list(lengths.shape)}")
-        if self.seq_offsets is None:
-            _check_range("seqlens", lengths, size)
-            return packing_of_lengths(lengths[:, None], jnp.zeros((batch, 1), jnp.int32), segments, size)
         offsets = self.seq_offsets[side][:, : lengths.shape[1]]
         _check_range("seqlens + seq_offsets", jnp.where(lengths > 0, offsets + lengths, 0), size)
         return packing_of_lengths(lengths, offsets, segments, size)
@@ -102,7 +113,7 @@ def _pair(name: str, value: jax.Array | Pair, rank: int) -> Pair:
     pair = value if isinstance(value, tuple) else (value, value)
     if len(pair) != 2:
         raise ValueError(f"{name} must be one array or a pair (queries, keys); got {len(pair)} arrays")
-    queries, keys = (jnp.asarray(array) for array in pair)
+    queries, keys = (as_array("SequenceDescriptor", name, array) for array in pair)
     for array in (queries, keys):
         if not jnp.issubdtype(array.dtype, jnp.integer):
             raise TypeError(f"{name} must be integers; got {array.dtype.name}")

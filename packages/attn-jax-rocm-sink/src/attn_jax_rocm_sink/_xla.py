@@ -41,8 +41,8 @@ class _Row(NamedTuple):
 def attention_with_lse(inputs: Inputs) -> tuple[jax.Array, jax.Array]:
     """``(out, lse)`` of checked inputs: [B, H, S, V] in ``out_dtype`` and float32 [B, H, S].
 
-    Traced lengths are clamped into the arrays. A NaN or an infinity in a visible row of v, or in the cotangent of a row of out, makes
-    the whole results that it enters NaN.
+    Traced lengths are clamped into the arrays, traced positions into 32 bits. A NaN or an infinity in a visible row of v, or in the
+    cotangent of a row of out, makes the whole results that it enters NaN.
     """
     return _results(inputs)
 
