@@ -64,7 +64,7 @@ def check_no_check_is_skipped(attention: Operator, device: str) -> None:
         ({"causal": 1}, TypeError),
         ({"window": (True, 1)}, TypeError),
         ({"window": [1, -1]}, ValueError),
-        ({"q_start": True}, ValueError),
+        ({"q_start": True}, TypeError),
         ({"q_start": start, "k_start": -1}, ValueError),
         ({"return_lse": 0}, TypeError),
         ({"dropout_p": -0.5}, ValueError),
