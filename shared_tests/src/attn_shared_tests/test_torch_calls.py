@@ -71,7 +71,7 @@ def check_no_check_is_skipped(attention: Operator, device: str) -> None:
         ({"dropout_seed": -1}, ValueError),
         ({"scale": float("nan")}, ValueError),
         ({"contract": "ordered-v0"}, LookupError),
-        ({"contract": ["ordered-v1"]}, TypeError),
+        ({"contract": ["ordered-v1"]}, LookupError),
         ({"sinks": q.new_zeros(3)}, ValueError),
         ({"bias": q.new_zeros(2, 4, 6, 5)}, ValueError),
         ({"key_padding_mask": q.new_ones(2, 6)}, TypeError),
