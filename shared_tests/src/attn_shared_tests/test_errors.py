@@ -69,7 +69,7 @@ BAD: dict[str, tuple[Call, type[Exception] | tuple[type[Exception], ...], str]] 
     "lengths dtype": (_attention(kv_lengths=_zeros(2)), TypeError, r"kv_lengths must be int32 or int64; got float32"),
     "lengths shape": (_attention(kv_lengths=_zeros(3, dtype=np.int32)), ValueError, r"kv_lengths must have shape \[B\] = \[2\]; got \[3\]"),
     "q_start shape": (_attention(q_start=_zeros(2, 1, dtype=np.int64)), ValueError, r"q_start must have shape \[B\]"),
-    "q_start not an integer": (_attention(q_start=1.5), (TypeError, ValueError), r"q_start must be .*(1.5|float)"),
+    "q_start not an integer": (_attention(q_start=1.5), TypeError, r"q_start must be .*(1.5|float)"),
     "negative k_start": (_attention(k_start=-1), ValueError, r"k_start must be 0 or more; got -1"),
     "sinks shape": (_attention(sinks=_zeros(3)), ValueError, r"sinks must have shape \[H\] = \[4\]; got \[3\]"),
     "sinks dtype": (_attention(sinks=_zeros(4, dtype=np.int64)), TypeError, r"sinks have dtype int"),
