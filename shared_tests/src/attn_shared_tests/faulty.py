@@ -52,7 +52,7 @@ def drops_the_sink(evaluate: Evaluate) -> Evaluate:
     def faulty(call: Call) -> Results:
         if "sinks" not in call.arrays:
             return evaluate(call)
-        found = evaluate(_without(call, "sinks"))
+        found = evaluate(edited(call, drop=("sinks",)))
         return found | ({"dsinks": np.zeros_like(call.arrays["sinks"])} if "sinks" in call.wrt else {})
 
     return faulty
@@ -75,7 +75,7 @@ def ignores_masks(evaluate: Evaluate) -> Evaluate:
 
 
 def ignores_the_bias(evaluate: Evaluate) -> Evaluate:
-    return lambda call: evaluate(_without(call, "bias"))
+    return lambda call: evaluate(edited(call, drop=("bias",)))
 
 
 def masks_with_a_large_number(evaluate: Evaluate) -> Evaluate:
@@ -363,10 +363,6 @@ def scales_dropped_probabilities_late(evaluate: Evaluate) -> Evaluate:
 def accepts_anything(evaluate: Evaluate) -> Evaluate:
     """Bad input gives zeros instead of an error."""
     return lambda call: {"out": np.zeros(1, np.float32)}
-
-
-def _without(call: Call, name: str) -> Call:
-    return replace(edited(call, drop=(name,)), wrt=tuple(n for n in call.wrt if n != name))
 
 
 def _leak(call: Call, result: np.ndarray) -> np.ndarray:

@@ -165,13 +165,14 @@ def part(results: Mapping[str, np.ndarray], axis: str, index: Any, names: Iterab
 
 
 def edited(call: Call, *, drop: Iterable[str] = (), cotangents: Any = None, **changes: Any) -> Call:
-    """A copy with arrays and options replaced by name, and those in ``drop`` removed."""
+    """A copy with arrays and options replaced by name, and those in ``drop`` removed, with their gradients."""
     spec = operator(call.op)
     arrays = {name: array for name, array in call.arrays.items() if name not in set(drop) | set(changes)}
     options = {name: value for name, value in call.options.items() if name not in set(drop) | set(changes)}
     for name, value in changes.items():
         (arrays if isinstance(value, np.ndarray) and name in spec.arrays else options)[name] = value
-    return replace(call, arrays=arrays, options=options, cotangents=call.cotangents if cotangents is None else cotangents)
+    wrt = tuple(name for name in call.wrt if name in arrays)
+    return replace(call, arrays=arrays, options=options, wrt=wrt, cotangents=call.cotangents if cotangents is None else cotangents)
 
 
 def some_heads(call: Call, index: slice) -> Call:
