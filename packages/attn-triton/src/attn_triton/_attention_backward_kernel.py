@@ -11,11 +11,11 @@ k, v and dout with columns first (``Columns``), whose rows lie side by side in s
 import triton
 import triton.language as tl
 
-from attn_triton._chain_kernel import read_rows, row_products, weighted_chain
+from attn_triton._chain_kernel import read_rows, row_products, spoils, weighted_chain
 from attn_triton._device_function import device_function
 from attn_triton._scores_kernel import QUARTER, final_scores, key_rows, probabilities, query_rows, row_values, tree_sum
 from attn_triton._softmax_kernel import _store, exp_nonpositive
-from attn_triton._visibility_kernel import Keys, find_work, keys_at, rows_at, rows_of_head, sizes_of, slot_range
+from attn_triton._visibility_kernel import Keys, find_work, keys_at, queries_of_keys, rows_at, rows_of_head, sizes_of, slot_range
 
 __all__ = ["attention_delta", "attention_key_sums", "attention_query_sums", "pair_gradients", "row_state"]
 
@@ -198,12 +198,6 @@ def attention_delta(
             tl.store(dsink + at, tl.where(absent, 0.0, -p * total), mask=rows.present)
 
 
-@device_function
-def _spoils(acc):
-    """1 when an accumulator is NaN, which may come from the zero product of a masked pair with an infinity or a NaN; else 0."""
-    return tl.max(tl.max((acc != acc).to(tl.int32), axis=1), axis=0)
-
-
 @triton.jit(do_not_specialize=["per_item"])
 def attention_query_sums(
     arrays,
@@ -250,23 +244,11 @@ def attention_query_sums(
             ds, masked = pair_gradients(arrays, sizes, columns, item, work.kv_head, rows, keys, m, s, d, ROWS, KEYS, CHUNK, DOT, True)
             acc = weighted_chain(acc, ds, masked, right, SELECT, DOT)
         if not SELECT:
-            tl.store(spoiled + tl.program_id(0), _spoils(acc))
+            tl.store(spoiled + tl.program_id(0), spoils(acc))
         column = tl.arange(0, COLUMNS)
         into = item.batch * dq_batch + rows.head * dq_head + (item.first_query + rows.query) * dq_row
         present = rows.present[:, None] & (column < arrays.head_dim)[None, :]
         _store((dq + into)[:, None] + column[None, :], acc * sizes.scale + 0.0, present, INTEGER_ROUNDING)
-
-
-@device_function
-def _queries_of_keys(sizes, item, keys):
-    """Queries [begin, end) of each head that may see one of the keys; int64, begin <= end."""
-    used = keys.present & (keys.stored < item.used)
-    low = tl.min(tl.where(used, keys.stored, 0x7FFFFFFF), axis=0)
-    high = tl.max(tl.where(used, keys.stored, -1), axis=0)
-    queries = item.queries.to(tl.int64)
-    begin = tl.minimum(tl.maximum(low - item.offset - sizes.right, 0), queries)
-    end = tl.minimum(high - item.offset + sizes.left + 1, queries)
-    return begin, tl.where(high >= 0, tl.maximum(begin, end), begin)
 
 
 @triton.jit(do_not_specialize=["per_item"])
@@ -315,7 +297,7 @@ def attention_key_sums(
     if (block >= 0) & (first_key < item.count):
         keys = keys_at(arrays, sizes, item, item.shift + first_key.to(tl.int32), KEYS)
         keys = Keys(tl.where(keys.present, keys.stored, 0), keys.present)  # known neighbours would cost sm_90 a few spills here
-        begin, end = _queries_of_keys(sizes, item, keys)
+        begin, end = queries_of_keys(sizes, item, keys)
         if delta is None:
             width = arrays.value_dim
         else:
@@ -341,7 +323,7 @@ def attention_key_sums(
                     )
                 acc = weighted_chain(acc, weights, masked, right, SELECT, DOT)
         if not SELECT:
-            tl.store(spoiled + tl.program_id(0), _spoils(acc))
+            tl.store(spoiled + tl.program_id(0), spoils(acc))
         column = tl.arange(0, COLUMNS)
         into = key_rows(item, work.kv_head, keys, gradient_batch, gradient_head, gradient_row)
         if delta is not None:

@@ -14,7 +14,7 @@ from attn_triton import _interpreted_chain
 from attn_triton._device_function import device_function
 from attn_triton._softmax_kernel import INTERPRETED
 
-__all__ = ["chain", "chain_of_terms", "read_rows", "row_products", "weighted_chain", "widened"]
+__all__ = ["chain", "chain_of_terms", "read_rows", "row_products", "spoils", "weighted_chain", "widened"]
 
 
 COMPILED = tl.constexpr(not INTERPRETED)
@@ -146,3 +146,9 @@ def weighted_chain(acc, weights, masked, b, SELECT: tl.constexpr, DOT: tl.conste
     else:
         acc = chain(acc, weights, b, DOT)
     return acc
+
+
+@device_function
+def spoils(acc):
+    """1 when an accumulator is NaN, which may come from the zero product of a masked pair with an infinity or a NaN; else 0."""
+    return tl.max(tl.max((acc != acc).to(tl.int32), axis=1), axis=0)

@@ -10,12 +10,12 @@ is marked in ``spoiled``, and a second launch, with SELECT, sums it again with n
 import triton
 import triton.language as tl
 
-from attn_triton._chain_kernel import weighted_chain, widened
+from attn_triton._chain_kernel import spoils, weighted_chain, widened
 from attn_triton._device_function import device_function
 from attn_triton._pairs_kernel import MASKED, TILE
 from attn_triton._scores_kernel import key_rows
 from attn_triton._softmax_kernel import _store
-from attn_triton._visibility_kernel import block_of, keys_at, rows_at, sizes_of
+from attn_triton._visibility_kernel import block_of, keys_at, queries_of_keys, rows_at, sizes_of
 
 __all__ = ["key_sums", "row_sums"]
 
@@ -23,12 +23,6 @@ __all__ = ["key_sums", "row_sums"]
 @device_function
 def _step(acc, weights, right, SELECT: tl.constexpr, DOT: tl.constexpr):
     return weighted_chain(acc, weights, weights.to(tl.int32, bitcast=True) == MASKED, right, SELECT, DOT)
-
-
-@device_function
-def _spoils(acc):
-    """1 when an accumulator is NaN, else 0."""
-    return tl.max(tl.max((acc != acc).to(tl.int32), axis=1), axis=0)
 
 
 @triton.jit(do_not_specialize=["first", "tiles"])
@@ -90,22 +84,10 @@ def row_sums(
         b = tl.load(right + (key.to(tl.int64) * values_row)[:, None] + column[None, :], mask=present, other=0.0)
         acc = _step(acc, tl.load(left + (slot - origin)), widened(b, DOT), SELECT, DOT)
     if not SELECT:
-        tl.store(own, _spoils(acc))
+        tl.store(own, spoils(acc))
     rows = rows_at(arrays, sizes, item, work.kv_head, work.block * BLOCK, BLOCK)
     into = item.batch * out_batch + rows.head * out_head + (item.first_query + rows.query) * out_row
     _store((out + into)[:, None] + column[None, :], acc * factor + 0.0, rows.present[:, None] & inside, INTEGER_ROUNDING)
-
-
-@device_function
-def _queries_of_keys(sizes, item, keys):
-    """Queries [begin, end) of each head that may see one of the keys; int64, begin <= end."""
-    used = keys.present & (keys.stored < item.used)
-    low = tl.min(tl.where(used, keys.stored, 0x7FFFFFFF), axis=0)
-    high = tl.max(tl.where(used, keys.stored, -1), axis=0)
-    queries = item.queries.to(tl.int64)
-    begin = tl.minimum(tl.maximum(low - item.offset - sizes.right, 0), queries)
-    end = tl.minimum(high - item.offset + sizes.left + 1, queries)
-    return begin, tl.where(high >= 0, tl.maximum(begin, end), begin)
 
 
 @triton.jit(do_not_specialize=["first", "count", "tiles"])
@@ -159,7 +141,7 @@ def key_sums(
         return
     slot = work.block.to(tl.int32) * KEYS
     keys = keys_at(arrays, sizes, item, slot, KEYS)
-    begin, end = _queries_of_keys(sizes, item, keys)
+    begin, end = queries_of_keys(sizes, item, keys)
     # Program of block j of the item's rows: before + j * step, counted from ``first``.
     if plan is None:
         step = sizes.batch.to(tl.int64) * sizes.kv_heads
@@ -191,13 +173,13 @@ def key_sums(
             w = tl.load(weights + at, mask=present[:, None], other=0.0)
             b = tl.load(right + ((r - ahead) * values_row)[:, None] + column[None, :], mask=present[:, None] & inside, other=0.0)
             acc = _step(acc, tl.trans(w), widened(b, DOT), SELECT, DOT)
-    spoils = _spoils(acc)
+    marks = spoils(acc)
     if not SELECT:
-        tl.store(own, spoils)
+        tl.store(own, marks)
     if ENDS:
         into = key_rows(item, work.kv_head, keys, gradient_batch, gradient_head, gradient_row)
         _store((gradient + into)[:, None] + column[None, :], acc * factor + 0.0, keys.present[:, None] & inside, INTEGER_ROUNDING)
     elif SELECT:
         tl.store(carry + place, acc)
     else:
-        tl.store(carry + place, acc, mask=tl.full(acc.shape, 0, tl.int32) + spoils == 0)
+        tl.store(carry + place, acc, mask=tl.full(acc.shape, 0, tl.int32) + marks == 0)

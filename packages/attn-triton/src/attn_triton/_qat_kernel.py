@@ -9,13 +9,13 @@ P is quantized in registers from the row's final maximum: blocks of 16 slots, wh
 import triton
 import triton.language as tl
 
-from attn_triton._attention_backward_kernel import _pair_upstream, _products, _queries_of_keys, _spoils, row_state
-from attn_triton._chain_kernel import read_rows, weighted_chain
+from attn_triton._attention_backward_kernel import _pair_upstream, _products, row_state
+from attn_triton._chain_kernel import read_rows, spoils, weighted_chain
 from attn_triton._device_function import device_function
 from attn_triton._nvfp4_kernel import quantized_along_columns, quantized_along_rows
 from attn_triton._scores_kernel import QUARTER, final_scores, key_rows, query_rows, row_values, scores_of, tree_sum
 from attn_triton._softmax_kernel import _store, exp_nonpositive
-from attn_triton._visibility_kernel import Keys, find_work, keys_at, rows_at, rows_of_head, sizes_of, slot_range
+from attn_triton._visibility_kernel import Keys, find_work, keys_at, queries_of_keys, rows_at, rows_of_head, sizes_of, slot_range
 
 __all__ = ["qat_delta", "qat_outputs", "qat_value_sums"]
 
@@ -90,7 +90,7 @@ def qat_outputs(
         p, masked = _weights(x, m[:, None], encode, decode, QUANTIZE, True)
         acc = weighted_chain(acc, p, masked, values, SELECT, DOT)
     if not SELECT:
-        tl.store(spoiled + tl.program_id(0), _spoils(acc))
+        tl.store(spoiled + tl.program_id(0), spoils(acc))
     into = item.batch * out_batch + rows.head * out_head + (item.first_query + rows.query) * out_row
     column = tl.arange(0, COLUMNS)
     present = rows.present[:, None] & (column < arrays.value_dim)[None, :]
@@ -153,7 +153,7 @@ def qat_value_sums(
     if (work.block >= 0) & (first_key < item.count):
         keys = keys_at(arrays, sizes, item, first_key.to(tl.int32), KEYS)
         keys = Keys(tl.where(keys.present, keys.stored, 0), keys.present)
-        begin, end = _queries_of_keys(sizes, item, keys)
+        begin, end = queries_of_keys(sizes, item, keys)
         acc = tl.zeros([KEYS, COLUMNS], tl.float32)
         first_head = work.kv_head * sizes.group
         for head in range(first_head, first_head + sizes.group):
@@ -166,7 +166,7 @@ def qat_value_sums(
                 p, masked = _weights(x, m[None, :], encode, decode, QUANTIZE, False)
                 acc = weighted_chain(acc, _over_sum(p, s[None, :]), masked, right, SELECT, DOT)
         if not SELECT:
-            tl.store(spoiled + tl.program_id(0), _spoils(acc))
+            tl.store(spoiled + tl.program_id(0), spoils(acc))
         column = tl.arange(0, COLUMNS)
         into = key_rows(item, work.kv_head, keys, dv_batch, dv_head, dv_row)
         present = keys.present[:, None] & (column < arrays.value_dim)[None, :]

@@ -26,6 +26,7 @@ __all__ = [
     "keys_at",
     "logical_before",
     "planned",
+    "queries_of_keys",
     "rows_at",
     "rows_of_head",
     "slot_range",
@@ -299,3 +300,15 @@ def visible(rows, keys, ROWS_FIRST: tl.constexpr):
         inside = (keys.stored[:, None] >= rows.lower[None, :]) & (keys.stored[:, None] < rows.upper[None, :])
         seen = inside & keys.present[:, None]
     return seen
+
+
+@device_function
+def queries_of_keys(sizes, item, keys):
+    """Queries [begin, end) of each head that may see one of the keys; int64, begin <= end."""
+    used = keys.present & (keys.stored < item.used)
+    low = tl.min(tl.where(used, keys.stored, 0x7FFFFFFF), axis=0)
+    high = tl.max(tl.where(used, keys.stored, -1), axis=0)
+    queries = item.queries.to(tl.int64)
+    begin = tl.minimum(tl.maximum(low - item.offset - sizes.right, 0), queries)
+    end = tl.minimum(high - item.offset + sizes.left + 1, queries)
+    return begin, tl.where(high >= 0, tl.maximum(begin, end), begin)
