@@ -16,14 +16,16 @@ from attn_spec import QATConfig
 from attn_triton import _nvfp4_launch, _qat_launch
 
 ORDERED = ("sm_80", "sm_100", "sm_120", "gfx90a", "gfx942", "gfx950")
-"""Targets of nvfp4-ordered-v1; the kernels that it shares with ordered-v1 are read elsewhere."""
+"""Targets of nvfp4-ordered-v1; the sums of rows that it shares with ordered-v1 are read elsewhere."""
 READ = ("sm_100", "sm_120", "gfx942", "gfx950")
 """Targets for which the forward is compiled; the others have the quantizer of Q, K and V."""
 WHOLE = ("sm_100", "gfx942")
-"""Targets for which dv is compiled too."""
+"""Targets for which the gradients are compiled too."""
 OWN = (
     "fake_quantize",
     "attention_row_states",
+    "attention_query_sums",
+    "attention_key_sums",
     "qat_outputs",
     "qat_value_sums",
     "qat_delta",
@@ -47,7 +49,7 @@ def _both(contract, config, call, needs):
 CASES = {
     "quantizer": lambda: _nvfp4_launch.operands(_call(128), QATConfig.fastvideo(), torch.float32),
     "ordered forward": lambda: _qat_launch.qat_forward(_call(128, causal=True), QATConfig.fastvideo(), "nvfp4-ordered-v1"),
-    "ordered": lambda: _both("nvfp4-ordered-v1", QATConfig.fastvideo(), _call(128, causal=True), "v"),
+    "ordered": lambda: _both("nvfp4-ordered-v1", QATConfig.fastvideo(), _call(128, causal=True), "qkv"),
     "sm90": lambda: _both("nvfp4-sm90-v1", QATConfig(), _call(128), "qkv"),
 }
 
