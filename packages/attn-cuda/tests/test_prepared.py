@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable
 from typing import Any
 
 import attn_cuda
 import pytest
 import torch
+from attn_cuda._arrays import allocator
+from attn_cuda._describer import describer
 from attn_spec.torch import Launches, Operators
+from attn_spec.torch._remembered import Describer, Remembered, python_describer
 from torch import Tensor
 
 Same = Callable[..., None]
+_DTYPES = (torch.float32, torch.float16, torch.bfloat16, torch.float64, torch.int32, torch.complex64)
 
 
 class _Recorder:
@@ -31,17 +36,22 @@ class _Recorder:
         return lambda addresses: addresses
 
 
+@pytest.fixture(params=[python_describer, describer])
+def describe(request: pytest.FixtureRequest) -> Callable[[], Describer]:
+    """The describer in Python and that of this build."""
+    return request.param  # type: ignore[no-any-return]
+
+
 @pytest.fixture
-def recorder(monkeypatch: pytest.MonkeyPatch) -> tuple[Operators, _Recorder]:
+def recorder(describe: Callable[[], Describer], monkeypatch: pytest.MonkeyPatch) -> tuple[Operators, _Recorder]:
     """Operators of attn_cuda without its checks and kernels."""
     from attn_spec.torch._operation import Operation
-    from attn_spec.torch._remembered import Remembered
 
     kernels = _Recorder()
     operators: Any = object.__new__(Operators)
     vars(operators).update(vars(_operators()))
     operators._check = lambda *arguments: None
-    operators._remembered = Remembered(kernels.prepare)
+    operators._remembered = Remembered(kernels.prepare, describe)
     monkeypatch.setattr(Operation, "__call__", lambda self, *arguments, wanted=0: (None, None))
     return operators, kernels
 
@@ -99,7 +109,17 @@ def test_what_a_launch_depends_on_makes_another_kind(recorder: tuple[Operators, 
         ((q, k, v), {"scale": -0.0}),
         ((q, k, v), {"window": (1, 0)}),
         ((q, k, v), {"window": (True, 0)}),
+        ((q, k, v), {"window": (1, None)}),
+        ((q, k, v), {"window": (2**62, 0)}),
         ((q, k, v), {"return_lse": True}),
+        ((q, k, v), {"contract": "ordered-v1"}),
+        ((q, k, v), {"causal": True}),
+        ((q, k, v), {"causal": True, "scale": None}),
+        ((q, k, v), {"scale": None, "causal": True}),
+        ((q, k, v), {"sinks": torch.zeros(4)}),
+        ((q, k, v), {"sinks": torch.zeros(8)[::2]}),
+        ((q, k, v), {"bias": torch.zeros(1, 1, 3, 3)}),
+        ((q.half(), k.half(), v.half()), {}),
         ((q.bfloat16(), k.bfloat16(), v.bfloat16()), {}),
         ((q.transpose(1, 2).contiguous().transpose(1, 2), k, v), {}),
         ((torch.empty(1 * 4 * 3 * 8 + 1)[1:].view(q.shape), k, v), {}),
@@ -109,6 +129,118 @@ def test_what_a_launch_depends_on_makes_another_kind(recorder: tuple[Operators, 
         for arguments, options in calls:
             operators.attention(*arguments, **options)
     assert kernels.prepared == ["attention"] * len(calls)
+
+
+def test_a_tensor_changed_in_place_is_read_anew(recorder: tuple[Operators, _Recorder]) -> None:
+    """The same tensor objects: shape, strides, dtype, memory and requires_grad are those of the call, not of an earlier one."""
+    operators, kernels = recorder
+    q, k, v = _qkv()
+    operators.attention(q, k, v)
+    assert operators.attention(q, k, v) == _addresses(q, k, v)
+
+    q.resize_(1, 4, 2, 8)
+    assert operators.attention(q, k, v) is None
+    assert operators.attention(q, k, v) == _addresses(q, k, v)
+    q.transpose_(1, 2).resize_(1, 4, 2, 8).transpose_(1, 2).transpose_(2, 1)
+    before = len(kernels.prepared)
+    k.as_strided_(k.shape, (48, 8, 16, 1))
+    assert operators.attention(q, k, v) is None
+    assert len(kernels.prepared) == before + 1
+    held = v.clone()
+    v.data = held
+    assert operators.attention(q, k, v) == _addresses(q, k, held)
+    v.data = held.double()
+    assert operators.attention(q, k, v) is None
+    v.data = held
+    v.requires_grad_()
+    assert operators.attention(q, k, v) is None
+    with torch.no_grad():
+        assert operators.attention(q, k, v) == _addresses(q, k, v)
+
+
+def test_both_describers_tell_the_same_calls_apart() -> None:
+    """Of each pair of calls both say alike whether they are of one kind, and give the same addresses."""
+    tensors = [torch.empty(2, 1, 6), torch.empty(12)[::2], torch.empty(0, 3), torch.tensor(1.0), torch.ones(2, 2, dtype=torch.bool)]
+    tensors += [torch.empty(6, dtype=dtype) for dtype in _DTYPES]
+    tensors += [
+        torch.empty(7)[1:],
+        torch.empty(3, 2),
+        torch.empty(2, 3).t(),
+        torch.empty(1, 3).expand(2, 3),
+        torch.nn.Parameter(torch.empty(6)),
+    ]
+    plain: list[Any] = [
+        None,
+        True,
+        False,
+        0,
+        1,
+        -1,
+        2**62,
+        0.0,
+        -0.0,
+        1.0,
+        "",
+        "ordered-v1",
+        (1, 0),
+        (1, 0.0),
+        (1, -0.0),
+        (True, 0),
+        (None, 0),
+    ]
+    plain += [(), torch.float16, torch.float32]
+    values = [
+        *((value,) for value in (*tensors, *plain)),
+        (tensors[0], 1),
+        (1, tensors[0]),
+        (tensors[0], tensors[0]),
+        ("ab", "c"),
+        ("a", "bc"),
+    ]
+    in_python, compiled = python_describer(), describer()
+    kinds: list[list[Any]] = [[], []]
+    for value in values:
+        for found, one in zip(kinds, (in_python, compiled), strict=True):
+            described = one.values(value)
+            assert described is not None
+            assert described[1] == [tensor.data_ptr() for tensor in value if isinstance(tensor, Tensor)]
+            found.append(described[0])
+    for first in range(len(values)):
+        for second in range(len(values)):
+            assert (kinds[0][first] == kinds[0][second]) == (kinds[1][first] == kinds[1][second]), (values[first], values[second])
+    assert len(set(kinds[0])) == len(set(kinds[1])) == len(values) - 1  # a parameter is of the kind of the float32 tensor of its shape
+
+
+@pytest.mark.filterwarnings("ignore:Sparse CSR", "ignore:The PyTorch API of nested")
+def test_both_describers_leave_the_same_values_alone() -> None:
+    class Tagged(Tensor):
+        pass
+
+    class Whole(int):
+        pass
+
+    one = torch.ones(2, 2)
+    values = [one.as_subclass(Tagged), torch._neg_view(one), one.to_sparse(), one.to_sparse_csr(), one.to_mkldnn(), Whole(1), [1]]
+    values += [torch.nested.nested_tensor([one[0], one[0, :1]]), {"a": 1}, b"", object(), (1, (2, 3)), (1, one)]
+    for value in values:
+        assert python_describer().values((value,)) is None, value
+        assert describer().values((value,)) is None, value
+    assert describer().values((2**70,)) != describer().values((2**71,)) or describer().values((2**70,)) is None
+    for error in ((), (one, one)):
+        with pytest.raises(TypeError):
+            describer().values(*error)
+    with pytest.raises(TypeError):
+        describer().values([one])
+    refused = describer().call("attention", None, (one,), {"contract": "\ud800"})
+    assert refused is None or describer() == python_describer()
+
+
+def test_results_are_laid_out_as_torch_lays_out_new_tensors() -> None:
+    for shape in itertools.product((0, 1, 2, 5), repeat=4):
+        for few in (shape, shape[1:], shape[3:], ()):
+            found = allocator(few, torch.float16, torch.device("cpu"))()
+            assert (found.shape, found.stride(), found.dtype) == (few, torch.empty(few).stride(), torch.float16)
+            assert found.untyped_storage().nbytes() == 2 * found.numel()
 
 
 @pytest.mark.filterwarnings("ignore:Sparse CSR", "ignore:The PyTorch API of nested")
@@ -139,14 +271,14 @@ def test_calls_that_need_more_than_a_launch_go_the_long_way(recorder: tuple[Oper
         assert operators.attention(leaf, k, v) == _addresses(leaf, k, v)
 
 
-def test_launches_are_made_once_a_kind_whether_or_not_a_gradient_is_asked_for() -> None:
+def test_launches_are_made_once_a_kind_whether_or_not_a_gradient_is_asked_for(describe: Callable[[], Describer]) -> None:
     made: list[float] = []
 
     def prepare(tensor: Tensor, scale: float) -> Callable[[list[int]], list[int]]:
         made.append(scale)
         return lambda addresses: addresses
 
-    launches = Launches(prepare)
+    launches = Launches(prepare, describe)
     one, two = torch.randn(3, 4), torch.randn(3, 4, requires_grad=True)
     negated = torch._neg_view(one)
     for scale in (0.0, -0.0):

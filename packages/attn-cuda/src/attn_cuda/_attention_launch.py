@@ -13,6 +13,7 @@ from attn_spec.torch import AttentionInputs, Launches
 from torch import Tensor
 
 from attn_cuda._arrays import Launch, address, allocator, array, dtype_codes, module_for, place
+from attn_cuda._describer import describer
 
 __all__ = ["MAX_HEAD_DIM", "AttentionKernels", "prepare_attention", "problem_of", "tensors_of", "with_contiguous_options"]
 
@@ -117,7 +118,7 @@ def _forward_launch(inputs: AttentionInputs, out_dtype: torch.dtype, count: int)
 
 
 _VALUES = attrgetter(*[field.name for field in fields(AttentionInputs)])
-_FORWARD = Launches(lambda out_dtype, count, *values: _forward_launch(AttentionInputs(*values), out_dtype, count))
+_FORWARD = Launches(lambda out_dtype, count, *values: _forward_launch(AttentionInputs(*values), out_dtype, count), describer)
 
 
 def _module(inputs: AttentionInputs, *others: Tensor | None) -> ModuleType:
