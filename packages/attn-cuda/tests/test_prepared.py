@@ -2,21 +2,23 @@
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Callable
+from types import ModuleType
 from typing import Any
 
 import attn_cuda
 import pytest
 import torch
-from attn_cuda._arrays import allocator
+from attn_cuda import _sm90_launch
+from attn_cuda._arrays import dtype_codes
+from attn_cuda._attention_launch import problem_of, tensors_of
 from attn_cuda._describer import describer
-from attn_spec.torch import Launches, Operators
+from attn_cuda._prepared import prepare
+from attn_spec.torch import AttentionInputs, Launches, Operators
 from attn_spec.torch._remembered import Describer, Remembered, python_describer
 from torch import Tensor
 
 Same = Callable[..., None]
-_DTYPES = (torch.float32, torch.float16, torch.bfloat16, torch.float64, torch.int32, torch.complex64)
 
 
 class _Recorder:
@@ -31,6 +33,9 @@ class _Recorder:
     def attention_forward(self, inputs: Any, out_dtype: torch.dtype) -> tuple[None, ...]:
         return None, None
 
+    def attention_sm90_forward(self, inputs: Any) -> tuple[None, ...]:
+        return None, None
+
     def prepare(self, operation: str, arguments: tuple[Any, ...], wanted: int) -> Callable[[list[int]], Any]:
         self.prepared.append(operation)
         return lambda addresses: addresses
@@ -39,7 +44,7 @@ class _Recorder:
 @pytest.fixture(params=[python_describer, describer])
 def describe(request: pytest.FixtureRequest) -> Callable[[], Describer]:
     """The describer in Python and that of this build."""
-    return request.param  # type: ignore[no-any-return]
+    return request.param
 
 
 @pytest.fixture
@@ -158,89 +163,47 @@ def test_a_tensor_changed_in_place_is_read_anew(recorder: tuple[Operators, _Reco
         assert operators.attention(q, k, v) == _addresses(q, k, v)
 
 
-def test_both_describers_tell_the_same_calls_apart() -> None:
-    """Of each pair of calls both say alike whether they are of one kind, and give the same addresses."""
-    tensors = [torch.empty(2, 1, 6), torch.empty(12)[::2], torch.empty(0, 3), torch.tensor(1.0), torch.ones(2, 2, dtype=torch.bool)]
-    tensors += [torch.empty(6, dtype=dtype) for dtype in _DTYPES]
-    tensors += [
-        torch.empty(7)[1:],
-        torch.empty(3, 2),
-        torch.empty(2, 3).t(),
-        torch.empty(1, 3).expand(2, 3),
-        torch.nn.Parameter(torch.empty(6)),
-    ]
-    plain: list[Any] = [
-        None,
-        True,
-        False,
-        0,
-        1,
-        -1,
-        2**62,
-        0.0,
-        -0.0,
-        1.0,
-        "",
-        "ordered-v1",
-        (1, 0),
-        (1, 0.0),
-        (1, -0.0),
-        (True, 0),
-        (None, 0),
-    ]
-    plain += [(), torch.float16, torch.float32]
-    values = [
-        *((value,) for value in (*tensors, *plain)),
-        (tensors[0], 1),
-        (1, tensors[0]),
-        (tensors[0], tensors[0]),
-        ("ab", "c"),
-        ("a", "bc"),
-    ]
-    in_python, compiled = python_describer(), describer()
-    kinds: list[list[Any]] = [[], []]
-    for value in values:
-        for found, one in zip(kinds, (in_python, compiled), strict=True):
-            described = one.values(value)
-            assert described is not None
-            assert described[1] == [tensor.data_ptr() for tensor in value if isinstance(tensor, Tensor)]
-            found.append(described[0])
-    for first in range(len(values)):
-        for second in range(len(values)):
-            assert (kinds[0][first] == kinds[0][second]) == (kinds[1][first] == kinds[1][second]), (values[first], values[second])
-    assert len(set(kinds[0])) == len(set(kinds[1])) == len(values) - 1  # a parameter is of the kind of the float32 tensor of its shape
+def test_another_contract_is_another_operation(recorder: tuple[Operators, _Recorder]) -> None:
+    operators, kernels = recorder
+    q, k, v = _qkv()
+    for _ in range(2):
+        operators.attention(q, k, v, contract="sm90-v1")
+        operators.attention(q, k, v)
+        for contract in ("ordered-v1", "ordered-v2"):
+            operators.joint_attn_softmax(q, contract=contract)
+    assert kernels.prepared == ["attention_sm90", "attention", "joint_attn_softmax", "joint_attn_softmax_v2"]
 
 
-@pytest.mark.filterwarnings("ignore:Sparse CSR", "ignore:The PyTorch API of nested")
-def test_both_describers_leave_the_same_values_alone() -> None:
-    class Tagged(Tensor):
-        pass
+def test_a_prepared_call_of_sm90_has_its_own_addresses(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Packed segments, with one tensor as offsets of queries and of keys; another call has two."""
+    calls: list[tuple[Any, ...]] = []
+    module = ModuleType("a module that notes its calls")
+    vars(module).update(
+        {"FLOAT32": 0, "BFLOAT16": 1, "FLOAT16": 2},
+        sm90_forward_workspace=lambda device, problem, scale: 64,
+        sm90_forward=lambda device, stream, problem, scale, factor, *results: calls.append((problem, scale)),
+    )
+    monkeypatch.setattr(_sm90_launch, "_module", lambda inputs: module)
+    monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda index: 0, raising=False)
 
-    class Whole(int):
-        pass
+    def inputs(offsets: Tensor, others: Tensor) -> AttentionInputs:
+        q, k, v = (torch.randn(9, heads, 64).bfloat16() for heads in (4, 2, 2))
+        used, sinks = torch.tensor([3, 2]), torch.zeros(4)
+        return AttentionInputs(q, k, v, cu_seqlens_q=offsets, cu_seqlens_k=others, seqlens_k=used, sinks=sinks, causal=True, scale=0.125)
 
-    one = torch.ones(2, 2)
-    values = [one.as_subclass(Tagged), torch._neg_view(one), one.to_sparse(), one.to_sparse_csr(), one.to_mkldnn(), Whole(1), [1]]
-    values += [torch.nested.nested_tensor([one[0], one[0, :1]]), {"a": 1}, b"", object(), (1, (2, 3)), (1, one)]
-    for value in values:
-        assert python_describer().values((value,)) is None, value
-        assert describer().values((value,)) is None, value
-    assert describer().values((2**70,)) != describer().values((2**71,)) or describer().values((2**70,)) is None
-    for error in ((), (one, one)):
-        with pytest.raises(TypeError):
-            describer().values(*error)
-    with pytest.raises(TypeError):
-        describer().values([one])
-    refused = describer().call("attention", None, (one,), {"contract": "\ud800"})
-    assert refused is None or describer() == python_describer()
-
-
-def test_results_are_laid_out_as_torch_lays_out_new_tensors() -> None:
-    for shape in itertools.product((0, 1, 2, 5), repeat=4):
-        for few in (shape, shape[1:], shape[3:], ()):
-            found = allocator(few, torch.float16, torch.device("cpu"))()
-            assert (found.shape, found.stride(), found.dtype) == (few, torch.empty(few).stride(), torch.float16)
-            assert found.untyped_storage().nbytes() == 2 * found.numel()
+    offsets = torch.tensor([0, 5, 9])
+    first, second = inputs(offsets, offsets), inputs(offsets.clone(), offsets.clone())
+    fields = [getattr(first, name) for name in AttentionInputs.__slots__]
+    launch = prepare("attention_sm90", tuple(fields), 2)
+    assert launch is not None
+    out, lse = launch(_addresses(*tensors_of(second).values()))
+    assert (out.shape, out.dtype, lse.shape, lse.dtype) == ((9, 4, 64), torch.bfloat16, (4, 9), torch.float32)
+    ((batch, *arrays, pointers, bias, causal, left, right), scale) = calls[0]
+    wanted = problem_of(dtype_codes(module), second)
+    assert (batch, *arrays, tuple(pointers), bias, causal, left, right) == wanted and scale == 0.125
+    assert wanted != problem_of(dtype_codes(module), first)
+    alone = prepare("attention_sm90", tuple(fields), 1)
+    assert alone is not None and alone(_addresses(*tensors_of(first).values())).shape == (9, 4, 64)
 
 
 @pytest.mark.filterwarnings("ignore:Sparse CSR", "ignore:The PyTorch API of nested")
@@ -329,7 +292,13 @@ def test_a_prepared_call_has_the_bytes_of_the_registered_operator(cuda: torch.de
         out, lse = attn_cuda.attention(q, k, v, sinks=sinks, bias=bias, window=(1, 0), scale=0.5, return_lse=True)
         wanted = ops.attention(q, k, v, *options)
         pairs |= {"out": (out, wanted[0]), "lse": (lse, wanted[1])}
+        if torch.cuda.get_device_capability(cuda) == (9, 0):
+            wide = [torch.randn(9, heads, 64, device=cuda).bfloat16() for heads in (4, 2, 2)]
+            offsets = torch.tensor([0, 4 + seed, 9], device=cuda)
+            packed = attn_cuda.attention_varlen(wide[0], wide[1], wide[2], offsets, offsets, scale=0.5, return_lse=True, contract="sm90-v1")
+            order = (*wide, *(None,) * 7, offsets, offsets, None, None, None, True, 0.5, -1, -1, 0.0)
+            pairs |= dict(zip(("packed out", "packed lse"), zip(packed, ops.attention_sm90(*order), strict=True), strict=True))
         for name, (found, of_operator) in pairs.items():
             assert_same_bits(found, of_operator, f"{name}, call {seed}")
-    assert len(launches.launches) == 6
+    assert len(launches.launches) == 6 + (torch.cuda.get_device_capability(cuda) == (9, 0))
     assert None not in launches.launches.values()

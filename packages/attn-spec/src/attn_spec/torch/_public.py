@@ -336,7 +336,7 @@ class Operators(QatOperators):
             if self._out_dtype is not None:
                 raise UnsupportedProblem(self._backend.name, [f"a float32 result with contract {contract} (ordered-v1 has it)"])
             sm90.score_factor(options[1], contract, "attention_varlen" if q.ndim == 3 else "attention")
-            found = self._operations["attention_sm90"](*tensors, *options)
+            found = self._operations["attention_sm90"](*tensors, *options, wanted=wanted)
         else:
             found = self._operations["attention"](*tensors, *options, self._out_dtype or v.dtype, wanted=wanted)
         return found
