@@ -117,6 +117,7 @@ def _forward_launch(inputs: AttentionInputs, out_dtype: torch.dtype, count: int)
     return launch if count else launch_alone
 
 
+_OPTION_TENSORS = attrgetter(*OPTIONS)
 _VALUES = attrgetter(*[field.name for field in fields(AttentionInputs)])
 _FORWARD = Launches(lambda out_dtype, count, *values: _forward_launch(AttentionInputs(*values), out_dtype, count), describer)
 
@@ -142,9 +143,8 @@ def tensors_of(inputs: AttentionInputs) -> dict[str, Tensor]:
 
 def with_contiguous_options(inputs: AttentionInputs) -> AttentionInputs:
     """The kernels take strides of q, k, v and bias only."""
-    copied: dict[str, Any] = {
-        name: tensor.contiguous() for name, tensor in tensors_of(inputs).items() if name in OPTIONS and not tensor.is_contiguous()
-    }
+    given = zip(OPTIONS, _OPTION_TENSORS(inputs), strict=True)
+    copied: dict[str, Any] = {name: tensor.contiguous() for name, tensor in given if tensor is not None and not tensor.is_contiguous()}
     return replace(inputs, **copied) if copied else inputs
 
 
