@@ -29,6 +29,8 @@ options_of = attrgetter(*_NAMES[_NAMES.index("causal") :])
 _ALIGNMENT = 16
 """Bytes: what Triton compiles in about an address is whether they divide it."""
 Grid = tuple[int, int, int]
+_PLACE = 512
+"""Bytes to whose multiples workspace is aligned, as torch aligns memory of its own on a GPU."""
 _MOST = 4096
 """Kinds that are remembered; then all are forgotten, so that ever new shapes take no memory."""
 
@@ -95,7 +97,8 @@ class Launches:
         self.config = config
         self._numbers = {address: number for number, address in enumerate(addresses) if address}
         self._given = len(addresses)
-        self._workspace: list[tuple[int, torch.dtype, torch.device]] = []
+        self._offsets: list[int] = []
+        self._bytes = 0
         self._held: list[Tensor] = []
         self._steps: list[tuple[Any, Grid, _Arguments]] = []
         self.complete = bool(self._numbers)
@@ -105,8 +108,9 @@ class Launches:
         """Memory for ``size`` elements that only the kernels of one call see; ``again`` takes as much anew."""
         found = torch.empty(size, dtype=dtype, device=device)
         if self.complete and size:
-            self._numbers[found.data_ptr()] = self._given + len(self._workspace)
-            self._workspace.append((size, dtype, device))
+            self._numbers[found.data_ptr()] = self._given + len(self._offsets)
+            self._offsets.append(self._bytes)
+            self._bytes += -(-found.nbytes // _PLACE) * _PLACE
             self._held.append(found)  # until the call ends, so that its address is no other tensor's
         return found
 
@@ -127,8 +131,12 @@ class Launches:
 
     def again(self, tensors: Sequence[Tensor | None]) -> None:
         """The same launches for other tensors of the same kind, in the order of the first ones, with absent ones where those were."""
-        workspace = [torch.empty(size, dtype=dtype, device=device) for size, dtype, device in self._workspace]
-        addresses = [0 if tensor is None else tensor.data_ptr() for tensor in (*tensors, *workspace)]
+        addresses = [0 if tensor is None else tensor.data_ptr() for tensor in tensors]
+        if self._bytes:
+            assert tensors[0] is not None
+            workspace = torch.empty(self._bytes, dtype=torch.uint8, device=tensors[0].device)
+            first = workspace.data_ptr()
+            addresses += [first + offset for offset in self._offsets]
         for compiled, grid, arguments in self._steps:
             compiled[grid](*arguments.filled(tensors, addresses))
 
