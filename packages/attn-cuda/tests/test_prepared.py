@@ -3,12 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from types import ModuleType
 from typing import Any
 
 import attn_cuda
 import pytest
 import torch
-from attn_spec.torch import Launches, Operators
+from attn_cuda import _sm90_launch
+from attn_cuda._arrays import dtype_codes
+from attn_cuda._attention_launch import problem_of, tensors_of
+from attn_cuda._describer import describer
+from attn_cuda._prepared import prepare
+from attn_spec.torch import AttentionInputs, Launches, Operators
+from attn_spec.torch._remembered import Describer, Remembered, python_describer
 from torch import Tensor
 
 Same = Callable[..., None]
@@ -26,22 +33,30 @@ class _Recorder:
     def attention_forward(self, inputs: Any, out_dtype: torch.dtype) -> tuple[None, ...]:
         return None, None
 
+    def attention_sm90_forward(self, inputs: Any) -> tuple[None, ...]:
+        return None, None
+
     def prepare(self, operation: str, arguments: tuple[Any, ...], wanted: int) -> Callable[[list[int]], Any]:
         self.prepared.append(operation)
         return lambda addresses: addresses
 
 
+@pytest.fixture(params=[python_describer, describer])
+def describe(request: pytest.FixtureRequest) -> Callable[[], Describer]:
+    """The describer in Python and that of this build."""
+    return request.param
+
+
 @pytest.fixture
-def recorder(monkeypatch: pytest.MonkeyPatch) -> tuple[Operators, _Recorder]:
+def recorder(describe: Callable[[], Describer], monkeypatch: pytest.MonkeyPatch) -> tuple[Operators, _Recorder]:
     """Operators of attn_cuda without its checks and kernels."""
     from attn_spec.torch._operation import Operation
-    from attn_spec.torch._remembered import Remembered
 
     kernels = _Recorder()
     operators: Any = object.__new__(Operators)
     vars(operators).update(vars(_operators()))
     operators._check = lambda *arguments: None
-    operators._remembered = Remembered(kernels.prepare)
+    operators._remembered = Remembered(kernels.prepare, describe)
     monkeypatch.setattr(Operation, "__call__", lambda self, *arguments, wanted=0: (None, None))
     return operators, kernels
 
@@ -99,7 +114,17 @@ def test_what_a_launch_depends_on_makes_another_kind(recorder: tuple[Operators, 
         ((q, k, v), {"scale": -0.0}),
         ((q, k, v), {"window": (1, 0)}),
         ((q, k, v), {"window": (True, 0)}),
+        ((q, k, v), {"window": (1, None)}),
+        ((q, k, v), {"window": (2**62, 0)}),
         ((q, k, v), {"return_lse": True}),
+        ((q, k, v), {"contract": "ordered-v1"}),
+        ((q, k, v), {"causal": True}),
+        ((q, k, v), {"causal": True, "scale": None}),
+        ((q, k, v), {"scale": None, "causal": True}),
+        ((q, k, v), {"sinks": torch.zeros(4)}),
+        ((q, k, v), {"sinks": torch.zeros(8)[::2]}),
+        ((q, k, v), {"bias": torch.zeros(1, 1, 3, 3)}),
+        ((q.half(), k.half(), v.half()), {}),
         ((q.bfloat16(), k.bfloat16(), v.bfloat16()), {}),
         ((q.transpose(1, 2).contiguous().transpose(1, 2), k, v), {}),
         ((torch.empty(1 * 4 * 3 * 8 + 1)[1:].view(q.shape), k, v), {}),
@@ -109,6 +134,76 @@ def test_what_a_launch_depends_on_makes_another_kind(recorder: tuple[Operators, 
         for arguments, options in calls:
             operators.attention(*arguments, **options)
     assert kernels.prepared == ["attention"] * len(calls)
+
+
+def test_a_tensor_changed_in_place_is_read_anew(recorder: tuple[Operators, _Recorder]) -> None:
+    """The same tensor objects: shape, strides, dtype, memory and requires_grad are those of the call, not of an earlier one."""
+    operators, kernels = recorder
+    q, k, v = _qkv()
+    operators.attention(q, k, v)
+    assert operators.attention(q, k, v) == _addresses(q, k, v)
+
+    q.resize_(1, 4, 2, 8)
+    assert operators.attention(q, k, v) is None
+    assert operators.attention(q, k, v) == _addresses(q, k, v)
+    q.transpose_(1, 2).resize_(1, 4, 2, 8).transpose_(1, 2).transpose_(2, 1)
+    before = len(kernels.prepared)
+    k.as_strided_(k.shape, (48, 8, 16, 1))
+    assert operators.attention(q, k, v) is None
+    assert len(kernels.prepared) == before + 1
+    held = v.clone()
+    v.data = held
+    assert operators.attention(q, k, v) == _addresses(q, k, held)
+    v.data = held.double()
+    assert operators.attention(q, k, v) is None
+    v.data = held
+    v.requires_grad_()
+    assert operators.attention(q, k, v) is None
+    with torch.no_grad():
+        assert operators.attention(q, k, v) == _addresses(q, k, v)
+
+
+def test_another_contract_is_another_operation(recorder: tuple[Operators, _Recorder]) -> None:
+    operators, kernels = recorder
+    q, k, v = _qkv()
+    for _ in range(2):
+        operators.attention(q, k, v, contract="sm90-v1")
+        operators.attention(q, k, v)
+        for contract in ("ordered-v1", "ordered-v2"):
+            operators.joint_attn_softmax(q, contract=contract)
+    assert kernels.prepared == ["attention_sm90", "attention", "joint_attn_softmax", "joint_attn_softmax_v2"]
+
+
+def test_a_prepared_call_of_sm90_has_its_own_addresses(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Packed segments, with one tensor as offsets of queries and of keys; another call has two."""
+    calls: list[tuple[Any, ...]] = []
+    module = ModuleType("a module that notes its calls")
+    vars(module).update(
+        {"FLOAT32": 0, "BFLOAT16": 1, "FLOAT16": 2},
+        sm90_forward_workspace=lambda device, problem, scale: 64,
+        sm90_forward=lambda device, stream, problem, scale, factor, *results: calls.append((problem, scale)),
+    )
+    monkeypatch.setattr(_sm90_launch, "_module", lambda inputs: module)
+    monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda index: 0, raising=False)
+
+    def inputs(offsets: Tensor, others: Tensor) -> AttentionInputs:
+        q, k, v = (torch.randn(9, heads, 64).bfloat16() for heads in (4, 2, 2))
+        used, sinks = torch.tensor([3, 2]), torch.zeros(4)
+        return AttentionInputs(q, k, v, cu_seqlens_q=offsets, cu_seqlens_k=others, seqlens_k=used, sinks=sinks, causal=True, scale=0.125)
+
+    offsets = torch.tensor([0, 5, 9])
+    first, second = inputs(offsets, offsets), inputs(offsets.clone(), offsets.clone())
+    fields = [getattr(first, name) for name in AttentionInputs.__slots__]
+    launch = prepare("attention_sm90", tuple(fields), 2)
+    assert launch is not None
+    out, lse = launch(_addresses(*tensors_of(second).values()))
+    assert (out.shape, out.dtype, lse.shape, lse.dtype) == ((9, 4, 64), torch.bfloat16, (4, 9), torch.float32)
+    ((batch, *arrays, pointers, bias, causal, left, right), scale) = calls[0]
+    wanted = problem_of(dtype_codes(module), second)
+    assert (batch, *arrays, tuple(pointers), bias, causal, left, right) == wanted and scale == 0.125
+    assert wanted != problem_of(dtype_codes(module), first)
+    alone = prepare("attention_sm90", tuple(fields), 1)
+    assert alone is not None and alone(_addresses(*tensors_of(first).values())).shape == (9, 4, 64)
 
 
 @pytest.mark.filterwarnings("ignore:Sparse CSR", "ignore:The PyTorch API of nested")
@@ -139,14 +234,14 @@ def test_calls_that_need_more_than_a_launch_go_the_long_way(recorder: tuple[Oper
         assert operators.attention(leaf, k, v) == _addresses(leaf, k, v)
 
 
-def test_launches_are_made_once_a_kind_whether_or_not_a_gradient_is_asked_for() -> None:
+def test_launches_are_made_once_a_kind_whether_or_not_a_gradient_is_asked_for(describe: Callable[[], Describer]) -> None:
     made: list[float] = []
 
     def prepare(tensor: Tensor, scale: float) -> Callable[[list[int]], list[int]]:
         made.append(scale)
         return lambda addresses: addresses
 
-    launches = Launches(prepare)
+    launches = Launches(prepare, describe)
     one, two = torch.randn(3, 4), torch.randn(3, 4, requires_grad=True)
     negated = torch._neg_view(one)
     for scale in (0.0, -0.0):
@@ -197,7 +292,13 @@ def test_a_prepared_call_has_the_bytes_of_the_registered_operator(cuda: torch.de
         out, lse = attn_cuda.attention(q, k, v, sinks=sinks, bias=bias, window=(1, 0), scale=0.5, return_lse=True)
         wanted = ops.attention(q, k, v, *options)
         pairs |= {"out": (out, wanted[0]), "lse": (lse, wanted[1])}
+        if torch.cuda.get_device_capability(cuda) == (9, 0):
+            wide = [torch.randn(9, heads, 64, device=cuda).bfloat16() for heads in (4, 2, 2)]
+            offsets = torch.tensor([0, 4 + seed, 9], device=cuda)
+            packed = attn_cuda.attention_varlen(wide[0], wide[1], wide[2], offsets, offsets, scale=0.5, return_lse=True, contract="sm90-v1")
+            order = (*wide, *(None,) * 7, offsets, offsets, None, None, None, True, 0.5, -1, -1, 0.0)
+            pairs |= dict(zip(("packed out", "packed lse"), zip(packed, ops.attention_sm90(*order), strict=True), strict=True))
         for name, (found, of_operator) in pairs.items():
             assert_same_bits(found, of_operator, f"{name}, call {seed}")
-    assert len(launches.launches) == 6
+    assert len(launches.launches) == 6 + (torch.cuda.get_device_capability(cuda) == (9, 0))
     assert None not in launches.launches.values()

@@ -26,7 +26,7 @@ from attn_spec.torch._arrays import dtype_name
 from attn_spec.torch._joint import JointLayout
 from attn_spec.torch._qat import QatOperators
 from attn_spec.torch._registration import register
-from attn_spec.torch._remembered import Remembered, remembered
+from attn_spec.torch._remembered import Remembered, python_describer, remembered
 
 if TYPE_CHECKING:
     from attn_spec.torch._backend import TorchBackend
@@ -50,7 +50,7 @@ class Operators(QatOperators):
         self._out_dtype: torch.dtype | None = None
         self._check = Acceptance(backend, engine)
         prepare = getattr(kernels, "prepare", None)
-        self._remembered = None if prepare is None else Remembered(prepare)
+        self._remembered = None if prepare is None else Remembered(prepare, getattr(kernels, "describer", python_describer))
         self._operations = register(namespace, kernels, backend.capabilities(engine))
 
     def __reduce__(self) -> tuple[Callable[..., Any], tuple[Any, ...]]:
@@ -336,7 +336,7 @@ class Operators(QatOperators):
             if self._out_dtype is not None:
                 raise UnsupportedProblem(self._backend.name, [f"a float32 result with contract {contract} (ordered-v1 has it)"])
             sm90.score_factor(options[1], contract, "attention_varlen" if q.ndim == 3 else "attention")
-            found = self._operations["attention_sm90"](*tensors, *options)
+            found = self._operations["attention_sm90"](*tensors, *options, wanted=wanted)
         else:
             found = self._operations["attention"](*tensors, *options, self._out_dtype or v.dtype, wanted=wanted)
         return found
