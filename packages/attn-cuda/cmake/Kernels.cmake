@@ -34,6 +34,7 @@ if(CMAKE_CUDA_ARCHITECTURES MATCHES "(^|;)90a(-real)?(;|$)")
   set(sm90 ON)
   set(hopper_kernels
       csrc/hopper/tensor_copy.cu
+      csrc/hopper/hole.cu
       csrc/hopper/forward.cu
       csrc/hopper/forward_whole.cu
       csrc/hopper/forward_segments.cu

@@ -258,7 +258,10 @@ JOINTS: dict[str, Callable[[], Joint]] = {
     "D 256": lambda: joint((20,), text=30, image=90, head_dim=256),
     "a prompt of two segments": lambda: joint((1040,), text=1050, image=70),
     "a prompt of one segment": lambda: joint(text=1024, image=66),
+    "prompts that end at a tile and at a segment": lambda: joint((384, 1024), text=1150, image=150, heads=1, head_dim=128),
+    "more blocks than processors": lambda: joint((4, 6), text=6, image=10, heads=70, kv_heads=70),
     "no text": lambda: joint(text=0),
     "no image": lambda: joint((60,), image=0),
+    "nothing at all": lambda: joint((0, 0), image=0),
 }
 """Kinds of joint calls."""

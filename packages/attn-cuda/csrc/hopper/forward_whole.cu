@@ -61,9 +61,10 @@ __device__ __forceinline__ void copy_tiles(const ForwardArguments& arguments, Wh
   using Shared = Whole<kColumns, kOwners>;
   constexpr int kPanelBytes = kTileKeys * kPanelRowBytes;
   const int lane = static_cast<int>(threadIdx.x) % 32;
-  const Tiles tiles = block.tiles();
+  const Tiles seen = block.tiles();
+  const TileWalk<kTileKeys> tiles(seen.begin, seen.end, block.hole);
   const int32_t used = block.item.used;
-  for (int32_t tile = tiles.begin; tile < tiles.end; ++tile, ++copied.tiles.count) {
+  for (int32_t tile = tiles.begin; tile < tiles.end; tile = tiles.after(tile), ++copied.tiles.count) {
     const int stage = copied.tiles.slot();
     const uint32_t parity = copied.tiles.parity() ^ 1;
     const int32_t first = tile * kTileKeys - block.phase;
@@ -105,7 +106,10 @@ __device__ __forceinline__ void feed(const ForwardArguments& arguments, Whole<kC
                          : arguments.counter == nullptr ? arguments.blocks
                                                         : int64_t{gridDim.x} + atomicAdd(arguments.counter, 1u);
       block.block = -1;
-      if (id < arguments.blocks) find_block(arguments.problem, arguments.order, id, &block);
+      if (id < arguments.blocks) {
+        find_block(arguments.problem, arguments.order, id, &block);
+        block.hole = hole_of(arguments.holes, block.item);
+      }
     }
     named_sync(kFeedName, kWarpgroup);
     const bool some = block.block >= 0;
@@ -140,12 +144,13 @@ __device__ __forceinline__ void own_rows(const ForwardArguments& arguments, Whol
   uint8_t* queries = shared.queries[owner];
   float4* pieces = &shared.merged[0][owner * kWarpgroup + thread];
   const float factor = arguments.factor;
-  const Tiles tiles = block.tiles();
+  const Tiles seen = block.tiles();
+  TileWalk<kTileKeys> tiles(seen.begin, seen.end, block.hole);
 
   load_queries<kColumns>(arguments.problem.q, block.item, rows, thread, queries);
   async_fence();
   named_sync(own_name, kWarpgroup);
-  const RowPair pair(arguments.problem, block.item, rows, thread);
+  RowPair pair(arguments.problem, block.item, rows, thread);
   SegmentState state;
   MergedState run;
   state.clear();
@@ -154,8 +159,9 @@ __device__ __forceinline__ void own_rows(const ForwardArguments& arguments, Whol
 #pragma unroll
   for (int i = 0; i < kColumns / 2; ++i) o[i] = 0.0f;
 
-  const int count = tiles.end - tiles.begin;
+  const int count = tiles.count();
   int32_t first = tiles.begin * kTileKeys - block.phase;
+  if (first < block.hole.end) pair.see_below(block.hole.begin);
   if (count > 0) {
     barrier_wait(&shared.keys_full[used.slot()], used.parity());
     pin(s);
@@ -187,6 +193,11 @@ __device__ __forceinline__ void own_rows(const ForwardArguments& arguments, Whol
     const Uses before = used;
     ++used.count;
     first += kTileKeys;
+    if (first >= block.hole.begin && first <= block.hole.end) {  // on to its other side; without one no key lies there
+      tiles.begin += (block.hole.end - first) / kTileKeys;
+      first = block.hole.end;
+      pair.see_below(block.item.used);
+    }
     barrier_wait(&shared.keys_full[used.slot()], used.parity());
     await_turn<kOwners>(owner);
     pin(s);

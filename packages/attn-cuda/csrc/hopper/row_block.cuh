@@ -3,6 +3,7 @@
 
 #include "attention_problem.cuh"
 #include "hopper/arithmetic.cuh"
+#include "hopper/hole.cuh"
 #include "hopper/tensor_copy.cuh"
 #include "hopper/wgmma.cuh"
 
@@ -43,6 +44,7 @@ struct RowBlock {
   Item item;
   int32_t kv_head;
   int32_t phase;
+  Hole hole;        // of the whole kernel
   int64_t block;    // -1: nothing to do
   Row rows[kRows];  // head < 0: absent
   Tiles seen[kWarps];

@@ -24,6 +24,9 @@ struct RowPair {
     outer = __reduce_min_sync(~0u, min(keys[0].upper, keys[1].upper));
   }
 
+  // For rows that all see the keys below `upper`: up to a hole, and past it.
+  __device__ __forceinline__ void see_below(int32_t upper) { keys[0].upper = keys[1].upper = outer = upper; }
+
   // Scores of the tile that begins with stored key `first`: -inf for what a row does not see.
   __device__ __forceinline__ void mask(float (&s)[kScores], int32_t first) const {
     if (first >= inner && first + kTileKeys <= outer) return;

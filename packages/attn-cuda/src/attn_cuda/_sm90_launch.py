@@ -20,15 +20,15 @@ from attn_cuda._extension import extension
 
 __all__ = ["Sm90Kernels", "prepare_sm90", "sm90_reasons"]
 
-OPERATORS = ("attention", "attention_varlen")
 HEAD_DIMS = (64, 128)
-"""Head dims of q, k and v. For 256 the state of a segment and the merged one do not fit a multiprocessor."""
+"""Head dims of q, k and v; docs/adr/0008-head-dim-256.md says why 256 is attn_triton's."""
 _NEEDS = f"contract {CONTRACT} needs an NVIDIA GPU of compute capability 9.0; attn_reference has its bits on the CPU"
 
 
 class Sm90Kernels:
     """Attention of contract sm90-v1, on the current stream of the tensors' device.
 
+    ``key_mask`` drops keys in place (``TensorCoreKernels.attention_sm90_forward``), of dense calls that mask nothing else.
     Inputs may have any strides; those that the copy engine cannot address are copied to the workspace first.
     """
 
@@ -103,11 +103,10 @@ _FORWARD = Launches(lambda *values: _forward_launch(AttentionInputs(*values)), d
 def sm90_reasons(problem: Problem) -> tuple[str, ...]:
     """What the kernels of contract sm90-v1 lack for ``problem``, beyond what the contract refuses."""
     found = []
-    if problem.op not in OPERATORS:
-        found.append(f"{problem.op} with contract {CONTRACT} (supported: {', '.join(OPERATORS)})")
     if problem.head_dim == problem.value_dim and problem.head_dim not in HEAD_DIMS:
         found.append(
-            f"head_dim={problem.head_dim} with contract {CONTRACT} (supported: {', '.join(map(str, HEAD_DIMS))}; others: ordered-v1)"
+            f"head_dim={problem.head_dim} with contract {CONTRACT} (supported: {', '.join(map(str, HEAD_DIMS))}; "
+            "attn_triton: 256 too; others: ordered-v1)"
         )
     reason = _device_reason(None)
     return tuple(found) if reason is None else (*found, reason)
@@ -127,6 +126,12 @@ def _device_reason(device: int | None) -> str | None:
     return None if found == (9, 0) else f"compute capability {'.'.join(map(str, found))} ({_NEEDS})"
 
 
+def _masks_besides(inputs: AttentionInputs) -> bool:
+    """Whether something else than ``key_mask`` masks or moves keys."""
+    starts = inputs.kv_lengths, inputs.q_start, inputs.k_start, inputs.cu_seqlens_q
+    return inputs.causal or max(inputs.window_left, inputs.window_right) >= 0 or any(start is not None for start in starts)
+
+
 def _module(inputs: AttentionInputs, *others: Tensor | None) -> ModuleType:
     """The compiled module, once the inputs are known to be ones that it runs."""
     module = module_for(*tensors_of(inputs).values(), *others)
@@ -138,7 +143,7 @@ def _module(inputs: AttentionInputs, *others: Tensor | None) -> ModuleType:
         reasons.append(f"dtype {inputs.q.dtype} (supported: bfloat16, float16, of q, k and v alike)")
     options = {
         "bias": inputs.bias is not None,
-        "key_padding_mask": inputs.key_mask is not None or inputs.query_mask is not None,
+        "key_padding_mask": inputs.query_mask is not None or (inputs.key_mask is not None and _masks_besides(inputs)),
         "dropout": inputs.dropout_p > 0.0,
     }
     reasons += [f"{name} (not supported)" for name, given in options.items() if given]
