@@ -167,7 +167,7 @@ def test_a_tensor_changed_in_place_is_read_anew(recorder: tuple[Operators, _Reco
 
 
 def test_a_call_that_needs_a_gradient_is_recorded_with_its_own_tensors(recorder: tuple[Operators, _Recorder]) -> None:
-    operators, kernels = recorder
+    operators: Any = recorder[0]
     first, second = _qkv(), _qkv(1)
     sinks = [torch.zeros(4), torch.ones(4)]
     for tensors in (first, second):
@@ -184,7 +184,7 @@ def test_a_call_that_needs_a_gradient_is_recorded_with_its_own_tensors(recorder:
     assert again is None
     again = operators.attention(v=second[2], k=second[1], q=second[0], causal=False)
     assert all(found is given for found, given in zip(again, second, strict=False))
-    assert kernels.prepared == []
+    assert recorder[1].prepared == []
 
 
 def test_gradients_of_recorded_calls(describe: Callable[[], Describer]) -> None:
@@ -195,7 +195,8 @@ def test_gradients_of_recorded_calls(describe: Callable[[], Describer]) -> None:
     for seed in range(3):
         q, k, v = (tensor.requires_grad_() for tensor in _qkv(seed))
         sinks, scores = torch.randn(4, generator=torch.Generator().manual_seed(seed)).requires_grad_(), q.transpose(2, 3)
-        found, wanted = [], []
+        found: list[Any] = []
+        wanted: list[Any] = []
         for operators, results in ((remembering, found), (plain, wanted)):
             out, lse = operators.attention(q, k, v, sinks=sinks, window=(1, 0), return_lse=True)
             probs = operators.joint_attn_softmax(scores)
