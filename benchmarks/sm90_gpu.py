@@ -43,14 +43,25 @@ class Layer:
     keys: int = 8192
     head_dim: int = 128
     causal: bool = False
+    window: int | None = None  # keys before its own that a query sees
 
     @property
     def decode(self) -> bool:
         return self.queries == 1
 
+    @property
+    def masks(self) -> dict[str, Any]:
+        """Options of attn for these masks; a decode step sees all keys."""
+        options: dict[str, Any] = {"causal": self.causal and not self.decode}
+        return options if self.window is None else {**options, "window": (self.window, 0)}
+
     def flop(self, direction: str) -> float:
-        pairs = self.batch * self.heads * self.queries * self.keys * (0.5 if self.causal and not self.decode else 1)
-        return (FORWARD_FLOP if direction == "forward" else BACKWARD_FLOP) * pairs * self.head_dim
+        pairs: float = self.queries * self.keys
+        if self.window is not None:
+            pairs = sum(min(query + 1, self.window + 1) for query in range(self.queries))
+        elif self.masks["causal"]:
+            pairs *= 0.5
+        return (FORWARD_FLOP if direction == "forward" else BACKWARD_FLOP) * self.batch * self.heads * pairs * self.head_dim
 
     @property
     def cache_bytes(self) -> int:
@@ -80,12 +91,19 @@ LAYERS = {
     "d64": Layer(heads=32, kv_heads=32, head_dim=64),
     "d64-causal": Layer(heads=32, kv_heads=32, head_dim=64, causal=True),
     "gpt-oss-64/8-causal": Layer(batch=1, heads=64, kv_heads=8, head_dim=64, causal=True),
+    "gpt-oss-64/8-window": Layer(batch=1, heads=64, kv_heads=8, head_dim=64, causal=True, window=127),
+    "decode-b64-4k": Layer(batch=64, heads=32, kv_heads=8, queries=1, keys=4096),
     "decode-b32-4k": Layer(batch=32, heads=32, kv_heads=8, queries=1, keys=4096),
+    "decode-b16-8k": Layer(batch=16, heads=32, kv_heads=8, queries=1, keys=8192),
+    "decode-b4-8k": Layer(batch=4, heads=32, kv_heads=8, queries=1, keys=8192),
+    "decode-b1-8k": Layer(batch=1, heads=32, kv_heads=8, queries=1, keys=8192),
     "decode-b1-32k": Layer(batch=1, heads=32, kv_heads=8, queries=1, keys=32768),
 }
 
 
-def _torch(q: Tensor, k: Tensor, v: Tensor, *, kind: SDPBackend, causal: bool) -> Tensor:
+def _torch(q: Tensor, k: Tensor, v: Tensor, *, kind: SDPBackend, causal: bool, window: object = None) -> Tensor:
+    if window is not None:
+        raise RuntimeError("scaled_dot_product_attention has no window without a mask in memory")
     with sdpa_kernel(kind):
         return torch.nn.functional.scaled_dot_product_attention(q, k, v, is_causal=causal, enable_gqa=q.shape[1] != k.shape[1])
 
@@ -94,8 +112,9 @@ def _flex(layer: Layer) -> Callable[..., Tensor]:
     from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 
     mask = None
-    if layer.causal and not layer.decode:
-        mask = create_block_mask(lambda b, h, i, j: i >= j, None, None, layer.queries, layer.keys, device="cuda")
+    window = layer.keys if layer.window is None else layer.window
+    if layer.masks["causal"]:
+        mask = create_block_mask(lambda b, h, i, j: (i >= j) & (i - j <= window), None, None, layer.queries, layer.keys, device="cuda")
     torch.compiler.reset()  # every layer is compiled for its own shape; past a limit of shapes the operator would run uncompiled
     compiled = torch.compile(flex_attention, dynamic=False)
     return partial(compiled, block_mask=mask, enable_gqa=layer.heads != layer.kv_heads)
@@ -114,20 +133,21 @@ def _flash(module: str, **keywords: Any) -> Callable[..., Tensor]:
 
 def contenders(layer: Layer, backends: list[str]) -> dict[str, Callable[[], Callable[..., Tensor]]]:
     """What makes each contender; making one may fail, which refuses it."""
-    causal = layer.causal and not layer.decode
-    found: dict[str, Callable[[], Callable[..., Tensor]]] = {name: partial(_ours, name, causal=causal) for name in backends}
+    causal = layer.masks["causal"]
+    span = {} if layer.window is None else {"window_size": (layer.window, 0)}
+    found: dict[str, Callable[[], Callable[..., Tensor]]] = {name: partial(_ours, name, layer) for name in backends}
     found |= {
-        "torch cudnn": lambda: partial(_torch, kind=SDPBackend.CUDNN_ATTENTION, causal=causal),
-        "torch flash": lambda: partial(_torch, kind=SDPBackend.FLASH_ATTENTION, causal=causal),
+        "torch cudnn": lambda: partial(_torch, kind=SDPBackend.CUDNN_ATTENTION, **layer.masks),
+        "torch flash": lambda: partial(_torch, kind=SDPBackend.FLASH_ATTENTION, **layer.masks),
         "flex": partial(_flex, layer),
-        "fa3": partial(_flash, "fa3_fwd_interface", causal=causal),
-        "fa4 deterministic": partial(_flash, "flash_attn.cute", causal=causal, deterministic=True),
+        "fa3": partial(_flash, "fa3_fwd_interface", causal=causal, num_splits=0 if layer.decode else 1, **span),
+        "fa4 deterministic": partial(_flash, "flash_attn.cute", causal=causal, deterministic=True, **span),
     }
     return found
 
 
-def _ours(name: str, *, causal: bool) -> Callable[..., Tensor]:
-    return partial(get_op("attention", device="cuda", backend=name, contract=CONTRACT).forward, causal=causal)
+def _ours(name: str, layer: Layer) -> Callable[..., Tensor]:
+    return partial(get_op("attention", device="cuda", backend=name, contract=CONTRACT).forward, **layer.masks)
 
 
 def check(name: str, operator: Callable[..., Any], layer: Layer, data: tuple[Tensor, ...]) -> Row:
@@ -135,17 +155,19 @@ def check(name: str, operator: Callable[..., Any], layer: Layer, data: tuple[Ten
     q, k, v = (tensor[-1:, -1:] for tensor in data[:3])
     rows = slice(max(0, layer.queries - 16), None)
     out = operator(*data[:3])[-1:, -1:, rows]
-    causal = layer.causal and not layer.decode
-    wanted = attn_reference.attention(q[:, :, rows].cpu(), k.cpu(), v.cpu(), causal=causal, contract=CONTRACT)
+    wanted = attn_reference.attention(q[:, :, rows].cpu(), k.cpu(), v.cpu(), **layer.masks, contract=CONTRACT)
     demand_same_bytes({"the CPU model": [wanted], name: [out.cpu()]}, "the last rows of a head")
     scores = q[:, :, rows].double() @ k.double().mT / math.sqrt(layer.head_dim)
-    if causal:
-        last = torch.arange(layer.keys, device="cuda")
-        scores = scores.masked_fill(last > last[rows, None], -torch.inf)
+    if layer.masks["causal"]:
+        key = torch.arange(layer.keys, device="cuda")
+        before = key[rows, None] - key
+        scores = scores.masked_fill((before < 0) | (before > (layer.keys if layer.window is None else layer.window)), -torch.inf)
     exact = torch.softmax(scores, -1) @ v.double()
-    flash = _torch(q, k, v, kind=SDPBackend.FLASH_ATTENTION, causal=causal)[:, :, rows]
     found: Row = {}
-    for label, tensor in (("ours", out), ("torch flash", flash)):
+    outs = {"ours": out}
+    if layer.window is None:
+        outs["torch flash"] = _torch(q, k, v, kind=SDPBackend.FLASH_ATTENTION, **layer.masks)[:, :, rows]
+    for label, tensor in outs.items():
         error = tensor.double() - exact
         found[label] = {"max": float(error.abs().max()), "rms": float(error.square().mean().sqrt())}
     return found

@@ -3,14 +3,16 @@
     python packages/attn-cuda/tests/sanitize.py --output FILE [--tools racecheck] [--parts 16] [--jobs 12] [--seconds 300] [--add FILE]
 
 Each part runs once without a tool, which records the kernels that it launches; together the parts must launch every kernel of the compiled
-module but those that only a device with less shared memory chooses. Where one run has too little time, ``--add`` takes the parts that ended
-clean in an earlier run of the same build from its result file. Exits 1 on an error, a part that did not end, or a kernel left out.
+module but those that only a device with less shared memory chooses. Parts go round the visible GPUs. Where one run has too little time,
+``--add`` takes the parts that ended clean in an earlier run of the same build from its result file. Exits 1 on an error, a part that did
+not end, or a kernel left out.
 """
 
 from __future__ import annotations
 
 import argparse
 import ctypes
+import itertools
 import json
 import os
 import re
@@ -95,22 +97,22 @@ def run(command: Sequence[str], deadline: float, **environment: str) -> tuple[in
     return code, output, round(time.monotonic() - begin, 1)
 
 
-def plain(part: str, folder: Path, deadline: float) -> tuple[Outcome, list[str]]:
+def plain(part: str, folder: Path, device: str, deadline: float) -> tuple[Outcome, list[str]]:
     """One part without a tool, and the kernels that it launched."""
     names = folder / f"{part.replace('/', '-')}.json"
-    code, output, seconds = run([sys.executable, str(WORK), "--part", part, "--kernels", str(names)], deadline)
+    code, output, seconds = run([sys.executable, str(WORK), "--part", part, "--kernels", str(names)], deadline, CUDA_VISIBLE_DEVICES=device)
     ended = code == 0 and names.exists()
     return Outcome("none", part, 0 if ended else None, seconds, "" if ended else tail(output)), json.loads(
         names.read_text()
     ) if ended else []
 
 
-def checked(sanitizer: str, tool: str, part: str, port: int, deadline: float) -> Outcome:
+def checked(sanitizer: str, tool: str, part: str, port: int, device: str, deadline: float) -> Outcome:
     """One tool on one part."""
     filters = () if tool == "initcheck" else OWN_KERNELS
     options = ("--launch-timeout", "300", "--port", str(port), "--error-exitcode", "9")
     command = [sanitizer, "--tool", tool, *filters, *options, sys.executable, str(WORK), "--part", part]
-    code, output, seconds = run(command, deadline, PYTORCH_NO_CUDA_MEMORY_CACHING="1")
+    code, output, seconds = run(command, deadline, PYTORCH_NO_CUDA_MEMORY_CACHING="1", CUDA_VISIBLE_DEVICES=device)
     errors = None if code is None else summarised(output)
     ended = code == 0 and errors == 0 and "problems ran" in output
     if code is None:
@@ -142,6 +144,12 @@ def tool_path(name: str) -> str:
     if found is None:
         raise SystemExit(f"sanitize: {name} is not on PATH")
     return found
+
+
+def version(sanitizer: str) -> str:
+    """What compute-sanitizer says of itself, without its first line of names."""
+    output = subprocess.run([sanitizer, "--version"], capture_output=True, text=True, check=True).stdout
+    return output.strip().splitlines()[-1]
 
 
 def report(outcomes: list[Outcome], kernels: list[str], launched: set[str], tools: Sequence[str]) -> dict[str, Any]:
@@ -197,14 +205,20 @@ def main() -> None:
     listing = subprocess.run(
         [tool_path("cuobjdump"), "-res-usage", str(module.__file__)], capture_output=True, text=True, check=True
     ).stdout
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+    devices = visible.split(",") if visible else [str(index) for index in range(torch.cuda.device_count())]
     with tempfile.TemporaryDirectory() as folder, ThreadPoolExecutor(options.jobs) as pool:
-        unchecked = list(pool.map(lambda part: plain(part, Path(folder), deadline), parts_of("none", options.parts)))
+        unchecked = list(
+            pool.map(
+                lambda part, device: plain(part, Path(folder), device, deadline), parts_of("none", options.parts), itertools.cycle(devices)
+            )
+        )
         taken = [] if options.add is None else earlier(json.loads(options.add.read_text()), module.FINGERPRINT)
         ended = {(outcome.tool, outcome.part) for outcome in taken}
         every = [(tool, part) for tool in sorted(tools, key=lambda tool: tool != "racecheck") for part in parts_of(tool, options.parts)]
         work = [item for item in every if item not in ended]
-        ports = [FIRST_PORT + 16 * place for place in range(len(work))]
-        running = [pool.submit(checked, sanitizer, *item, port, deadline) for item, port in zip(work, ports, strict=True)]
+        places = zip(work, itertools.count(FIRST_PORT, 16), itertools.cycle(devices), strict=False)
+        running = [pool.submit(checked, sanitizer, *item, port, device, deadline) for item, port, device in places]
         outcomes = [*(outcome for outcome, _ in unchecked), *(outcome for outcome in taken if (outcome.tool, outcome.part) in every)]
         for future in running:
             outcome = future.result()
@@ -212,6 +226,7 @@ def main() -> None:
             print(f"{outcome.tool:10} {outcome.part:6} {outcome.errors} errors, {outcome.seconds:6.1f} s {outcome.text}", flush=True)
     document = {
         "environment": {**environment(), "date": datetime.now(UTC).isoformat(timespec="seconds"), "fingerprint": module.FINGERPRINT},
+        "sanitizer": version(sanitizer),
         "command": " ".join(["python", *sys.argv]),
         **report(outcomes, module_kernels(listing), {name for _, names in unchecked for name in names}, tools),
     }

@@ -113,7 +113,7 @@ def test_a_tool_that_fails_or_does_not_end_has_no_result(tmp_path: Path, body: s
     tool = tmp_path / "tool"
     tool.write_text(TOOL.format(python=sys.executable, body=body))
     tool.chmod(0o755)
-    found = sanitize.checked(str(tool), "racecheck", "1/2", 50000, time.monotonic() + (0.5 if "sleep" in body else 30))
+    found = sanitize.checked(str(tool), "racecheck", "1/2", 50000, "0", time.monotonic() + (0.5 if "sleep" in body else 30))
     assert found.errors == errors and bool(found.text) == (errors != 0)
 
 
