@@ -16,6 +16,7 @@ from attn_cuda._describer import describer
 from attn_cuda._prepared import prepare
 from attn_spec._registry import get_backend
 from attn_spec.torch import AttentionInputs, Launches, Operators
+from attn_spec.torch._operation import Operation
 from attn_spec.torch._remembered import Describer, Remembered, python_describer
 from torch import Tensor
 
@@ -51,8 +52,6 @@ def describe(request: pytest.FixtureRequest) -> Callable[[], Describer]:
 @pytest.fixture
 def recorder(describe: Callable[[], Describer], monkeypatch: pytest.MonkeyPatch) -> tuple[Operators, _Recorder]:
     """Operators of attn_cuda without its checks and kernels: calls the long way answer None, recorded ones with their arguments."""
-    from attn_spec.torch._operation import Operation
-
     kernels = _Recorder()
     operators: Any = object.__new__(Operators)
     vars(operators).update(vars(_operators()))
@@ -207,6 +206,29 @@ def test_gradients_of_recorded_calls(describe: Callable[[], Describer]) -> None:
         assert found[0].grad_fn is not None and found[0].grad_fn.name() == wanted[0].grad_fn.name()
     assert len(remembering._remembered.launches) == 3
     assert all(remembering._remembered.launches.values())
+
+
+@pytest.mark.parametrize("masked", (False, True))
+def test_joint_attention_is_prepared_behind_its_copies(
+    recorder: tuple[Operators, _Recorder], masked: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Text and image are copied side by side first; a prompt mask is the mask of queries and of keys."""
+    operators, taken, out = recorder[0], [], torch.zeros(1, 4, 5, 8)  # type: tuple[Operators, list[list[int]], Tensor]
+    assert operators._remembered is not None
+
+    def launch(addresses: list[int]) -> Tensor:
+        taken.append(addresses)
+        return out
+
+    operators._remembered.prepare = lambda *arguments: launch
+    monkeypatch.setattr(Operation, "__call__", lambda self, *arguments, wanted=0: (out, None))
+    tensors = [torch.randn(1, heads, rows, 8) for rows in (2, 3) for heads in (4, 2, 2)]
+    mask = torch.ones(1, 2, dtype=torch.bool) if masked else None
+    for scale in (1.0, 1.0, 0.5, 1.0):
+        text, image = operators.joint_attention(*tensors, prompt_mask=mask, scale=scale)
+        assert (text.shape, image.shape) == ((1, 4, 2, 8), (1, 4, 3, 8))
+    assert [len(addresses) for addresses in taken] == ([5, 5] if masked else [3, 3])
+    assert all(addresses[3] == addresses[4] for addresses in taken if masked)
 
 
 def test_another_contract_is_another_operation(recorder: tuple[Operators, _Recorder]) -> None:
