@@ -32,7 +32,7 @@ bool is_true(PyObject* owned) {
 }
 
 // The arguments of one call as bytes that calls of other kinds do not have, and the addresses of its tensors. Each value begins with a
-// letter, and what has no fixed length with its length. Calls with a gradient are no kind where calls are `recorded`.
+// letter, and what has no fixed length with its length. Where calls are `recorded`, a letter says which tensors need a gradient.
 class Kind {
  public:
   Kind(const Torch& torch, bool recorded) : torch_(torch), recorded_(recorded) { bytes_.reserve(512); }
@@ -79,14 +79,18 @@ class Kind {
 
   py::tuple taken() const {
     py::tuple found(2);
-    py::list addresses(addresses_.size());
-    for (size_t i = 0; i < addresses_.size(); ++i) PyList_SET_ITEM(addresses.ptr(), i, py::int_(addresses_[i]).release().ptr());
     PyTuple_SET_ITEM(found.ptr(), 0, py::bytes(bytes_).release().ptr());
-    PyTuple_SET_ITEM(found.ptr(), 1, addresses.release().ptr());
+    PyTuple_SET_ITEM(found.ptr(), 1, (needs_ ? py::object(py::none()) : addresses()).release().ptr());
     return found;
   }
 
  private:
+  py::object addresses() const {
+    py::list addresses(addresses_.size());
+    for (size_t i = 0; i < addresses_.size(); ++i) PyList_SET_ITEM(addresses.ptr(), i, py::int_(addresses_[i]).release().ptr());
+    return std::move(addresses);
+  }
+
   template <typename T>
   void put(char letter, const T& value) {
     bytes_ += letter;
@@ -94,7 +98,10 @@ class Kind {
   }
 
   bool add_tensor(PyObject* value) {
-    if (recorded_ && is_true(PyObject_GetAttr(value, torch_.requires_grad.ptr()))) return false;
+    if (recorded_ && is_true(PyObject_GetAttr(value, torch_.requires_grad.ptr()))) {
+      bytes_ += 'R';
+      needs_ = true;
+    }
     if (is_true(PyObject_CallMethodNoArgs(value, torch_.is_neg.ptr()))) return false;
     ExchangedTensor tensor{};
     if (torch_.table->read(value, &tensor) != 0) {  // sparse and nested tensors have no address or no strides
@@ -116,6 +123,7 @@ class Kind {
 
   const Torch& torch_;
   bool recorded_;
+  bool needs_ = false;
   std::string bytes_;
   std::vector<Address> addresses_;
 };

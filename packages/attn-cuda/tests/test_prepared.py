@@ -14,7 +14,9 @@ from attn_cuda._arrays import dtype_codes
 from attn_cuda._attention_launch import problem_of, tensors_of
 from attn_cuda._describer import describer
 from attn_cuda._prepared import prepare
+from attn_spec._registry import get_backend
 from attn_spec.torch import AttentionInputs, Launches, Operators
+from attn_spec.torch._operation import Operation
 from attn_spec.torch._remembered import Describer, Remembered, python_describer
 from torch import Tensor
 
@@ -49,15 +51,14 @@ def describe(request: pytest.FixtureRequest) -> Callable[[], Describer]:
 
 @pytest.fixture
 def recorder(describe: Callable[[], Describer], monkeypatch: pytest.MonkeyPatch) -> tuple[Operators, _Recorder]:
-    """Operators of attn_cuda without its checks and kernels."""
-    from attn_spec.torch._operation import Operation
-
+    """Operators of attn_cuda without its checks and kernels: calls the long way answer None, recorded ones with their arguments."""
     kernels = _Recorder()
     operators: Any = object.__new__(Operators)
     vars(operators).update(vars(_operators()))
     operators._check = lambda *arguments: None
     operators._remembered = Remembered(kernels.prepare, describe)
     monkeypatch.setattr(Operation, "__call__", lambda self, *arguments, wanted=0: (None, None))
+    monkeypatch.setattr(Operation, "record", lambda self, *arguments: (arguments, None))
     return operators, kernels
 
 
@@ -159,8 +160,75 @@ def test_a_tensor_changed_in_place_is_read_anew(recorder: tuple[Operators, _Reco
     v.data = held
     v.requires_grad_()
     assert operators.attention(q, k, v) is None
+    assert operators.attention(q, k, v)[:3] == (q, k, v)
     with torch.no_grad():
         assert operators.attention(q, k, v) == _addresses(q, k, v)
+
+
+def test_a_call_that_needs_a_gradient_is_recorded_with_its_own_tensors(recorder: tuple[Operators, _Recorder]) -> None:
+    operators: Any = recorder[0]
+    first, second = _qkv(), _qkv(1)
+    sinks = [torch.zeros(4), torch.ones(4)]
+    for tensors in (first, second):
+        tensors[1].requires_grad_()
+    assert operators.attention(*first, sinks=sinks[0], causal=False) is None
+    q, k, v, *others = operators.attention(*second, sinks=sinks[1], causal=False)
+    assert q is second[0] and k is second[1] and v is second[2] and sum(other is sinks[1] for other in others) == 1
+    assert not any(other is mine for other in others for mine in (*first, sinks[0]))
+    for needs in ((True, False, False), (True, True, True), (False, True, True)):  # each is a kind of its own
+        for tensor, need in zip(second, needs, strict=True):
+            tensor.requires_grad_(need)
+        assert operators.attention(*second, sinks=sinks[1], causal=False) is None
+    again = operators.attention(v=second[2], k=second[1], q=second[0], causal=False)
+    assert again is None
+    again = operators.attention(v=second[2], k=second[1], q=second[0], causal=False)
+    assert all(found is given for found, given in zip(again, second, strict=False))
+    assert recorder[1].prepared == []
+
+
+def test_gradients_of_recorded_calls(describe: Callable[[], Describer]) -> None:
+    """The reference's kernels, remembered: bytes of results and gradients, the second and third time by the short way."""
+    plain: Any = get_backend("attn_reference").operators("pytorch")["attention"].__self__  # type: ignore[attr-defined]
+    remembering: Any = object.__new__(Operators)
+    vars(remembering).update(vars(plain), _remembered=Remembered(lambda *arguments: None, describe))
+    for seed in range(3):
+        q, k, v = (tensor.requires_grad_() for tensor in _qkv(seed))
+        sinks, scores = torch.randn(4, generator=torch.Generator().manual_seed(seed)).requires_grad_(), q.transpose(2, 3)
+        found: list[Any] = []
+        wanted: list[Any] = []
+        for operators, results in ((remembering, found), (plain, wanted)):
+            out, lse = operators.attention(q, k, v, sinks=sinks, window=(1, 0), return_lse=True)
+            probs = operators.joint_attn_softmax(scores)
+            products = operators.joint_attn_qk_gemm(q, k, scale=0.5)
+            total = (out.sin().sum() + (lse * 0.5).sum() + probs.sin().sum()) * products.sin().sum()
+            results += [out, lse, probs, products, *torch.autograd.grad(total, (q, k, v, sinks))]
+        assert all(torch.equal(one, other) for one, other in zip(found, wanted, strict=True))
+        assert found[0].grad_fn is not None and found[0].grad_fn.name() == wanted[0].grad_fn.name()
+    assert len(remembering._remembered.launches) == 3
+    assert all(remembering._remembered.launches.values())
+
+
+@pytest.mark.parametrize("masked", (False, True))
+def test_joint_attention_is_prepared_behind_its_copies(
+    recorder: tuple[Operators, _Recorder], masked: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Text and image are copied side by side first; a prompt mask is the mask of queries and of keys."""
+    operators, taken, out = recorder[0], [], torch.zeros(1, 4, 5, 8)  # type: tuple[Operators, list[list[int]], Tensor]
+    assert operators._remembered is not None
+
+    def launch(addresses: list[int]) -> Tensor:
+        taken.append(addresses)
+        return out
+
+    operators._remembered.prepare = lambda *arguments: launch
+    monkeypatch.setattr(Operation, "__call__", lambda self, *arguments, wanted=0: (out, None))
+    tensors = [torch.randn(1, heads, rows, 8) for rows in (2, 3) for heads in (4, 2, 2)]
+    mask = torch.ones(1, 2, dtype=torch.bool) if masked else None
+    for scale in (1.0, 1.0, 0.5, 1.0):
+        text, image = operators.joint_attention(*tensors, prompt_mask=mask, scale=scale)
+        assert (text.shape, image.shape) == ((1, 4, 2, 8), (1, 4, 3, 8))
+    assert [len(addresses) for addresses in taken] == ([5, 5] if masked else [3, 3])
+    assert all(addresses[3] == addresses[4] for addresses in taken if masked)
 
 
 def test_another_contract_is_another_operation(recorder: tuple[Operators, _Recorder]) -> None:
@@ -216,7 +284,7 @@ def test_calls_that_need_more_than_a_launch_go_the_long_way(recorder: tuple[Oper
 
     leaf, tagged = q.clone().requires_grad_(), q.as_subclass(Tagged)
     for _ in range(2):
-        assert operators.attention(leaf, k, v) is None
+        assert operators.attention(leaf.as_subclass(Tagged), k, v) is None
         assert operators.attention(tagged, k, v) is None
         assert operators.attention(torch._neg_view(q), k, v) is None
         with torch.autocast("cpu"):

@@ -80,7 +80,11 @@ class Operation:
                 if type(tensor) not in PLAIN or tensor.is_neg():
                     return self._registered(*arguments)
                 needs = needs or tensor.requires_grad
-        return self._record(*arguments) if needs and torch.is_grad_enabled() else self._inference(arguments, wanted)
+        return self.record(*arguments) if needs and torch.is_grad_enabled() else self._inference(arguments, wanted)
+
+    def record(self, *arguments: Any) -> Any:
+        """All results, with a graph for the gradients. For plain tensors, one of which needs a gradient, while nothing watches."""
+        return self._record(*arguments)
 
     def _visible(self, *arguments: Any) -> Any:
         if torch.compiler.is_compiling() or not torch._C._are_functorch_transforms_active():

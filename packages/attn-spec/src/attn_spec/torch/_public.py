@@ -180,8 +180,14 @@ class Operators(QatOperators):
         mask = None
         if prompt_mask is not None:
             mask = torch.cat((prompt_mask, prompt_mask.new_ones(q.shape[0], q.shape[2] - text)), dim=1)
-        out = self._run(1, (q, k, v, mask, mask, *(None,) * 10), False, scale, None, 0.0)[0]
+        out = self._among_all(q, k, v, mask, scale)
         return out[:, :, :text], out[:, :, text:]
+
+    @remembered
+    def _among_all(self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, scale: float | None) -> Tensor:
+        """Attention of every kept token to every kept token, of checked tensors; mask bool [B, S]."""
+        found: Tensor = self._run(1, (q, k, v, mask, mask, *(None,) * 10), False, scale, None, 0.0)[0]
+        return found
 
     @remembered
     def attention(
