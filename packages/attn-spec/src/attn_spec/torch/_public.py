@@ -37,6 +37,12 @@ __all__ = ["Operators"]
 Outputs = Tensor | tuple[Tensor, Tensor]
 
 
+@torch.compiler.assume_constant_result
+def _check_scale(scale: float, contract: str, operator: str) -> float:
+    """``score_factor``, whose numpy a compiler cannot trace."""
+    return sm90.score_factor(scale, contract, operator)
+
+
 class Operators(QatOperators):
     """Public functions over the kernels of one engine, registered under ``torch.ops.<namespace>``.
 
@@ -170,7 +176,7 @@ class Operators(QatOperators):
         arrays = {**dict(zip(names, tensors, strict=True)), "prompt_mask": prompt_mask}
         self._check("joint_attention", arrays, {"scale": scale}, contract, *tensors)
         if contract == sm90.CONTRACT:
-            sm90.score_factor(scale_of(scale, tensors[0]), contract, "joint_attention")
+            _check_scale(scale_of(scale, tensors[0]), contract, "joint_attention")
             layout = JointLayout(prompt_mask, q_txt.shape[2], q_img.shape[2])
             k = layout.keys(tensors[1], tensors[4])
             joined = layout.queries(tensors[0], tensors[3]), k, layout.keys(tensors[2], tensors[5]), None, layout.key_mask(k)
@@ -341,7 +347,7 @@ class Operators(QatOperators):
         if contract == sm90.CONTRACT:
             if self._out_dtype is not None:
                 raise UnsupportedProblem(self._backend.name, [f"a float32 result with contract {contract} (ordered-v1 has it)"])
-            sm90.score_factor(options[1], contract, "attention_varlen" if q.ndim == 3 else "attention")
+            _check_scale(options[1], contract, "attention_varlen" if q.ndim == 3 else "attention")
             found = self._operations["attention_sm90"](*tensors, *options, wanted=wanted)
         else:
             found = self._operations["attention"](*tensors, *options, self._out_dtype or v.dtype, wanted=wanted)
