@@ -35,6 +35,7 @@ if(CMAKE_CUDA_ARCHITECTURES MATCHES "(^|;)90a(-real)?(;|$)")
   set(hopper_kernels
       csrc/hopper/tensor_copy.cu
       csrc/hopper/hole.cu
+      csrc/hopper/joint.cu
       csrc/hopper/forward.cu
       csrc/hopper/forward_whole.cu
       csrc/hopper/forward_segments.cu

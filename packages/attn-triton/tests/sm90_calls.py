@@ -100,10 +100,10 @@ class Joint:
 
     def results(self, functions: Any, device: str = "cpu") -> dict[str, Tensor]:
         """Both results and the gradients of the tensors, on the CPU."""
-        leaves = [tensor.to(device).requires_grad_() for tensor in self.tensors]
-        mask = None if self.mask is None else self.mask.to(device)
+        leaves = [_on(tensor, device).requires_grad_() for tensor in self.tensors]
+        mask = None if self.mask is None else _on(self.mask, device)
         out = functions.joint_attention(*leaves, prompt_mask=mask, contract=CONTRACT)
-        gradients = torch.autograd.grad(out, leaves, [tensor.to(device) for tensor in self.dout])
+        gradients = torch.autograd.grad(out, leaves, [_on(tensor, device) for tensor in self.dout])
         names = ("out_txt", "out_img", *(f"d{name}" for name in JOINT))
         return {name: tensor.detach().cpu() for name, tensor in zip(names, (*out, *gradients), strict=True)}
 
@@ -118,7 +118,7 @@ class Joint:
         mask = torch.zeros(self.tensors[0].shape[0], length, dtype=torch.bool)
         mask[:, places] = True
         text = (spread(tensor, torch.nan) for tensor in self.tensors[:3])
-        return Joint((*text, *self.tensors[3:]), mask, (spread(self.dout[0], 0.0), self.dout[1]))
+        return Joint((*text, *self.tensors[3:]), mask, (spread(self.dout[0], torch.nan), self.dout[1]))
 
 
 def joint(

@@ -163,6 +163,19 @@ def test_a_joint_call_in_a_graph(on_gpu: Run) -> None:
     assert_same(dict(zip(wanted, (tensor.detach().cpu() for tensor in found), strict=True)), wanted, "replayed")
 
 
+def test_joint_rows_of_any_strides(on_gpu: Run) -> None:
+    """Rows of heads side by side, rows that do not begin at a multiple of 16 bytes, one gradient for all rows, and a mask by columns."""
+    problem = joint((70, 33), image=150, heads=4, kv_heads=2)
+    assert problem.mask is not None
+    problem = replace(problem, dout=(problem.dout[0][:, :, :1].expand_as(problem.dout[0]), problem.dout[1]))
+    wanted = problem.results(on_gpu.functions, "cuda")
+    mask = problem.mask.T.contiguous().T
+    turned = tuple(tensor.transpose(1, 2).contiguous().transpose(1, 2) for tensor in problem.tensors)
+    shifted = tuple(torch.zeros(tensor.numel() + 1, dtype=tensor.dtype)[1:].view(tensor.shape).copy_(tensor) for tensor in problem.tensors)
+    for name, tensors in (("heads side by side", turned), ("shifted", shifted)):
+        assert_same(replace(problem, tensors=tensors, mask=mask).results(on_gpu.functions, "cuda"), wanted, name)
+
+
 @every_head_dim
 def test_prompt_padding(on_gpu: Run, head_dim: int) -> None:
     """Seventy tokens alone, and anywhere in a prompt of other lengths, within a segment and over its end."""

@@ -193,7 +193,8 @@ __device__ __forceinline__ void own_rows(const ForwardArguments& arguments, Whol
     const Uses before = used;
     ++used.count;
     first += kTileKeys;
-    if (first >= block.hole.begin && first <= block.hole.end) {  // on to its other side; without one no key lies there
+    // On to the other side of the hole, at whose begin the keys that the rows see seem to end. Without one no key lies there.
+    if (first + kTileKeys > pair.outer && first >= block.hole.begin && first <= block.hole.end) {
       tiles.begin += (block.hole.end - first) / kTileKeys;
       first = block.hole.end;
       pair.see_below(block.item.used);

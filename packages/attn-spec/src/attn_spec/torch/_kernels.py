@@ -11,7 +11,7 @@ from torch import Tensor
 
 from attn_spec._qat import QATConfig
 
-__all__ = ["AttentionInputs", "Kernels", "QatKernels", "TensorCoreKernels"]
+__all__ = ["AttentionInputs", "JointKernels", "Kernels", "QatKernels", "TensorCoreKernels"]
 
 _DIFFERENTIABLE = ("q", "k", "v", "sinks", "bias")
 
@@ -132,6 +132,20 @@ class TensorCoreKernels(Kernels, Protocol):
         self, inputs: AttentionInputs, dout: Tensor, dlse: Tensor | None, out: Tensor, lse: Tensor, needs: frozenset[str]
     ) -> dict[str, Tensor]:
         """``attention_backward`` of contract sm90-v1, from out and LSE; no bias."""
+
+
+class JointKernels(Protocol):
+    """Kernels that an engine of ``TensorCoreKernels`` may have for the rows of joint attention (``JointLayout``); they move them alone, so
+    bits do not depend on them. Tensors may have any strides."""
+
+    def joint_places(self, prompt_mask: Tensor, first: int, image: int) -> tuple[Tensor, Tensor]:
+        """bool mask [B, text] -> where rows go, for the other two, and ``key_mask``: bool [B, first + image], contiguous."""
+
+    def join_rows(self, text: Tensor, image: Tensor, places: Tensor, first: int) -> Tensor:
+        """[B, H, text, D] and [B, H, image, D] -> [B, H, first + image, D]: kept text in order, zeros, image from ``first`` on."""
+
+    def part_rows(self, joined: Tensor, places: Tensor, first: int) -> tuple[Tensor, Tensor]:
+        """The way back; +0 in text rows that the mask drops."""
 
 
 class QatKernels(Kernels, Protocol):

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
 from torch import Tensor
 
-__all__ = ["PLAIN", "WATCHERS", "Gradient", "Operation", "watched"]
+__all__ = ["PLAIN", "WATCHERS", "Gradient", "Operation", "unseen", "watched"]
 
 PLAIN = frozenset({Tensor, torch.nn.Parameter})
 """Types that are nothing but a dense tensor."""
@@ -31,6 +31,11 @@ WATCHERS: tuple[Callable[[], object], ...] = (
 def watched() -> bool:
     """Whether operator calls must be visible, to a compiler or one of ``WATCHERS``."""
     return torch.compiler.is_compiling() or any(map(operator.call, WATCHERS))
+
+
+def unseen(tensors: Iterable[Tensor]) -> bool:
+    """Whether nothing can tell a call on ``tensors`` from one of other operators with the same results."""
+    return not watched() and all(type(tensor) in PLAIN and not tensor.is_neg() for tensor in tensors)
 
 
 class Operation:

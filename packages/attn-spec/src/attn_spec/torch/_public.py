@@ -24,6 +24,7 @@ from attn_spec.torch._arguments import (
 )
 from attn_spec.torch._arrays import dtype_name
 from attn_spec.torch._joint import JointLayout
+from attn_spec.torch._operation import unseen
 from attn_spec.torch._qat import QatOperators
 from attn_spec.torch._registration import register
 from attn_spec.torch._remembered import Remembered, python_describer, remembered
@@ -177,7 +178,8 @@ class Operators(QatOperators):
         self._check("joint_attention", arrays, {"scale": scale}, contract, *tensors)
         if contract == sm90.CONTRACT:
             _check_scale(scale_of(scale, tensors[0]), contract, "joint_attention")
-            layout = JointLayout(prompt_mask, q_txt.shape[2], q_img.shape[2])
+            copies = prompt_mask is not None and hasattr(self._kernels, "join_rows") and unseen((*tensors, prompt_mask))
+            layout = JointLayout(prompt_mask, q_txt.shape[2], q_img.shape[2], cast("Any", self._kernels) if copies else None)
             k = layout.keys(tensors[1], tensors[4])
             joined = layout.queries(tensors[0], tensors[3]), k, layout.keys(tensors[2], tensors[5]), None, layout.key_mask(k)
             return layout.parts(self._run(1, (*joined, *(None,) * 10), False, scale, None, 0.0, contract)[0])
