@@ -41,6 +41,18 @@ struct RowPair {
   }
 };
 
+// Largest score of each row.
+__device__ __forceinline__ void row_maxima(const float (&s)[kScores], float (&top)[2]) {
+#pragma unroll
+  for (int h = 0; h < 2; ++h) {
+    top[h] = fmaxf(s[2 * h], s[2 * h + 1]);
+#pragma unroll
+    for (int j = 1; j < kScores / 4; ++j) top[h] = fmaxf(top[h], fmaxf(s[4 * j + 2 * h], s[4 * j + 2 * h + 1]));
+  }
+#pragma unroll
+  for (int h = 0; h < 2; ++h) top[h] = quad_max(top[h]);
+}
+
 struct SegmentState {
   float n[2], l[2][2];
 
@@ -49,14 +61,11 @@ struct SegmentState {
     for (int h = 0; h < 2; ++h) n[h] = dead(), l[h][0] = l[h][1] = 0.0f;
   }
 
-  // Scores become p; `alpha` is the factor of O.
-  __device__ __forceinline__ void weigh(float (&s)[kScores], float factor, float (&alpha)[2]) {
+  // Scores, of which `top` are the rows' largest, become p; `alpha` is the factor of O.
+  __device__ __forceinline__ void weigh(float (&s)[kScores], const float (&top)[2], float factor, float (&alpha)[2]) {
 #pragma unroll
     for (int h = 0; h < 2; ++h) {
-      float top = fmaxf(s[2 * h], s[2 * h + 1]);
-#pragma unroll
-      for (int j = 1; j < kScores / 4; ++j) top = fmaxf(top, fmaxf(s[4 * j + 2 * h], s[4 * j + 2 * h + 1]));
-      const float following = fmaxf(n[h], mul(quad_max(top), factor)), origin = origin_of(following);
+      const float following = fmaxf(n[h], mul(top[h], factor)), origin = origin_of(following);
       alpha[h] = ex2(sub(n[h], origin));
       n[h] = following;
 #pragma unroll
@@ -96,16 +105,16 @@ struct MergedState {
 
   // Takes n and l of a segment. The first one is copied.
   __device__ __forceinline__ void append(const SegmentState& segment) {
+    const float sum[2] = {segment.sum(0), segment.sum(1)};
+    if (segments == 0) {
 #pragma unroll
-    for (int h = 0; h < 2; ++h) {
-      const float sum = segment.sum(h);
-      if (segments == 0) {
-        n[h] = segment.n[h];
-        l[h] = sum;
-      } else {
-        factors[h] = merge_factors(n[h], l[h], segment.n[h], sum);
+      for (int h = 0; h < 2; ++h) n[h] = segment.n[h], l[h] = sum[h];
+    } else {
+#pragma unroll
+      for (int h = 0; h < 2; ++h) {
+        factors[h] = merge_factors(n[h], l[h], segment.n[h], sum[h]);
         n[h] = factors[h].n;
-        l[h] = merged(l[h], sum, factors[h]);
+        l[h] = merged(l[h], sum[h], factors[h]);
       }
     }
     ++segments;
