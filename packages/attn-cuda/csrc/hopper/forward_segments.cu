@@ -77,7 +77,7 @@ __device__ __forceinline__ void own_rows(const ForwardArguments& arguments, Segm
   SegmentState state;
   state.clear();
   float o[kColumns / 2], s[kScores], top[2], alpha[2];
-  uint32_t p[kTileKeys / kStepColumns][4];
+  uint32_t p[kSteps][4];
 #pragma unroll
   for (int i = 0; i < kColumns / 2; ++i) o[i] = 0.0f;
   Turn<Shared::kSlots> turn;
@@ -96,7 +96,7 @@ __device__ __forceinline__ void own_rows(const ForwardArguments& arguments, Segm
     row_maxima(s, top);
     state.weigh(s, top, arguments.factor, alpha);
 #pragma unroll
-    for (int step = 0; step < kTileKeys / kStepColumns; ++step) operand_of<Half>(s, step, p[step]);
+    for (int step = 0; step < kSteps; ++step) operand_of<Half>(s, step, p[step]);
     rescale(o, alpha);
     barrier_wait(&shared.full[turn.slot], turn.parity);
     pin(o);

@@ -159,7 +159,7 @@ __device__ __forceinline__ void own_rows(const ForwardArguments& arguments, Whol
   MergedState run;
   state.clear();
   float o[kColumns / 2], s[kScores], top[2], alpha[2];
-  uint32_t p[kTileKeys / kStepColumns][4];
+  uint32_t p[kSteps][4];
 #pragma unroll
   for (int i = 0; i < kColumns / 2; ++i) o[i] = 0.0f;
 
@@ -178,7 +178,7 @@ __device__ __forceinline__ void own_rows(const ForwardArguments& arguments, Whol
     row_maxima(s, top);
     state.weigh(s, top, factor, alpha);
 #pragma unroll
-    for (int step = 0; step < kTileKeys / kStepColumns; ++step) operand_of<Half>(s, step, p[step]);
+    for (int step = 0; step < kSteps; ++step) operand_of<Half>(s, step, p[step]);
   }
   int accumulate = 0;
   bool ended = false;  // the tile weighed last began a segment, and O is still that of the one before
@@ -236,15 +236,13 @@ __device__ __forceinline__ void own_rows(const ForwardArguments& arguments, Whol
     if (speaks) barrier_arrive(&shared.values_free[before.slot()]);
     if constexpr (kLate) {
       row_maxima(s, top);
-    } else if (ended) {
-      merge();
-    }
-    state.weigh(s, top, factor, alpha);
+      state.weigh(s, top, factor, alpha);
 #pragma unroll
-    for (int step = 0; step < kTileKeys / kStepColumns; ++step) operand_of<Half>(s, step, p[step]);
-    if constexpr (!kLate) {
-      rescale(o, alpha);  // in the basic block of the exponentials, of no effect where the next product starts from +0
-      accumulate = !ended;
+      for (int step = 0; step < kSteps; ++step) operand_of<Half>(s, step, p[step]);
+    } else {
+      if (ended) merge();
+      state.template weigh_and_scale<Half>(s, top, factor, p, o);
+      accumulate = !ended;  // where a segment begins, the next product starts from +0, and the scaled O is of no use
     }
   }
   float factors[2];
