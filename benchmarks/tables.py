@@ -252,7 +252,10 @@ def kernels_alone(document: Document) -> str:
 def forward_ideas(document: Document) -> str:
     """Cycles of the forward of sm90-v1 with an idea, over those without it in the same run."""
     cases = ("d128", "d128-causal", "d64")
-    lines = [[idea["idea"], *(f"{idea['of_before'][case]:.3f}" for case in cases)] for idea in document["forward"]]
+    lines = [
+        [idea["idea"], *(f"{idea['of_before'][case]:.3f}" if case in idea["of_before"] else "" for case in cases)]
+        for idea in document["forward"]
+    ]
     return markdown(["cycles, of those before", *cases], lines)
 
 
