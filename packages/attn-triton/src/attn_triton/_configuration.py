@@ -13,7 +13,7 @@ from torch import Tensor
 from attn_triton._interpreter import bfloat16_by_shift, ieee_mode, patched_once, without_overflow_checks
 from attn_triton._softmax_kernel import INTERPRETED
 
-__all__ = ["Config", "on_device", "padded"]
+__all__ = ["Config", "PairConfig", "on_device", "padded"]
 
 
 @dataclass(frozen=True)
@@ -36,6 +36,24 @@ class Config:
     def options(self) -> dict[str, Any]:
         """Compiler options."""
         return {name: value for name, value in asdict(self).items() if name not in ("rows", "keys", "chunk")}
+
+
+@dataclass(frozen=True)
+class PairConfig:
+    """Block of pairs of one step and how the kernel is launched. No field moves a bit.
+
+    ``owners`` rows or keys belong to a program, ``others`` stream by; a chain of scores reads ``chunk`` columns a step. Powers of two.
+    """
+
+    owners: int
+    others: int
+    chunk: int
+    num_warps: int
+
+    @property
+    def options(self) -> dict[str, Any]:
+        """Compiler options; the contract rounds every product."""
+        return {"num_warps": self.num_warps, "num_stages": 1, "enable_fp_fusion": False}
 
 
 def padded(width: int) -> int:
