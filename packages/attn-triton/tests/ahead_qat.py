@@ -16,8 +16,8 @@ from attn_spec import QATConfig
 from attn_triton import _nvfp4_launch, _qat_backward_launch, _qat_configuration, _qat_launch
 
 ORDERED = ("sm_80", "sm_100", "sm_120", "gfx90a", "gfx942", "gfx950")
-"""Targets of nvfp4-ordered-v1; the sums of rows that it shares with ordered-v1 are read elsewhere."""
-READ = ("sm_100", "sm_120", "gfx942", "gfx950")
+"""Targets of nvfp4-ordered-v1."""
+READ = ("sm_80", "sm_100", "sm_120", "gfx942", "gfx950")
 """Targets for which the forward is compiled; the others have the quantizer of Q, K and V."""
 WHOLE = ("sm_100", "gfx942")
 """Targets for which the gradients are compiled too."""

@@ -1,4 +1,11 @@
-"""How the kernels of contract nvfp4-ordered-v1 are launched, as data. No field moves a bit."""
+"""How the kernels of contract nvfp4-ordered-v1 are launched, as data. No field moves a bit.
+
+The kernels read q, k and v as float32, whatever the dtype of the call, so a configuration depends on the kind of device and on the number
+of columns that an accumulator holds, and on nothing else. Any block gives the same bits: each number of a result is one chain over
+ascending rows or keys, whose accumulator goes from block to block; a tile of the softmax has 256 slots and its halves tree, however many
+keys a block holds; P is quantized in blocks of 16 slots, and every block of keys is a multiple of 16 and begins at one; and where a block
+is summed again for a NaN, the terms left out are zero products, which change no stored number.
+"""
 
 from __future__ import annotations
 
@@ -75,10 +82,13 @@ FORWARD = {
         select=Config(rows=32, num_warps=8, keys=16, chunk=16),
     ),
     "cuda, not 9.x": ForwardConfigs(
-        states=Config(rows=32, num_warps=8, chunk=16),
-        indexed=Config(rows=32, num_warps=8, chunk=16),
-        outputs={128: Config(rows=32, num_warps=4, keys=32, chunk=16), 256: Config(rows=32, num_warps=8, keys=32, chunk=16)},
-        select=Config(rows=32, num_warps=8, keys=16, chunk=16),
+        states=Config(rows=32, num_warps=8, chunk=16, registers=255),
+        indexed=Config(rows=32, num_warps=8, chunk=16, registers=255),
+        outputs={
+            128: Config(rows=32, num_warps=4, keys=32, chunk=16, registers=255),
+            256: Config(rows=32, num_warps=8, keys=32, chunk=16, registers=255),
+        },
+        select=Config(rows=32, num_warps=8, keys=16, chunk=16, registers=255),
     ),
     "rocm": ForwardConfigs(
         states=Config(rows=32, num_warps=4, chunk=16),
@@ -93,7 +103,7 @@ FORWARD = {
         select=Config(rows=128, num_warps=1, keys=256, chunk=128),
     ),
 }
-"""By device. On NVIDIA these are the largest blocks that the compiler keeps in registers, and 16 columns a step keep a loop inside the
+"""By device. On NVIDIA these are the largest blocks that Triton 3.6 and 3.9 keep in registers, and 16 columns a step keep a loop inside the
 instruction cache. An interpreted operation costs much, however small its block, so there the blocks are large."""
 
 
@@ -118,8 +128,8 @@ class BackwardConfigs:
 
 
 BACKWARD = {
-    "cuda": BackwardConfigs({128: PairConfig(32, 64, 16, 4), 256: PairConfig(32, 64, 16, 8)}, PairConfig(64, 64, 16, 8)),
+    "cuda": BackwardConfigs({128: PairConfig(32, 32, 16, 8, 255), 256: PairConfig(32, 16, 16, 8, 255)}, PairConfig(64, 64, 16, 8)),
     "rocm": BackwardConfigs({128: PairConfig(32, 32, 16, 4), 256: PairConfig(32, 32, 16, 8)}, PairConfig(32, 32, 16, 4)),
     "cpu": BackwardConfigs({256: PairConfig(256, 256, 128, 1)}, PairConfig(128, 128, 128, 1)),
 }
-"""By device."""
+"""By device; on NVIDIA and AMD blocks of which no target's code spills a register, with Triton 3.6 and 3.9."""
