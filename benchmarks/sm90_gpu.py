@@ -3,7 +3,8 @@
 Peers: torch's scaled_dot_product_attention (cuDNN, flash), FlexAttention, and FlashAttention 3 and 4 where they can be imported (FA4 runs
 its deterministic backward). Rates count 4*D operations for each visible pair forward and 10*D backward, whatever a kernel recomputes.
 Decode is timed as a CUDA graph, with the bytes of the keys and values that it reads. Before anything is timed, rows of the output are
-compared in bytes with the CPU model, and errors against float64 are taken beside those of torch's flash attention.
+compared in bytes with the CPU model, out and all gradients of one backend with those of the other, and errors against float64 are taken
+beside those of torch's flash attention.
 
     python benchmarks/sm90_gpu.py --output sm90.json [--rounds 10] [--cases d128,d64-causal] [--peers fa3] [--add FILE]
 
@@ -43,14 +44,25 @@ class Layer:
     keys: int = 8192
     head_dim: int = 128
     causal: bool = False
+    window: int | None = None  # keys before its own that a query sees
 
     @property
     def decode(self) -> bool:
         return self.queries == 1
 
+    @property
+    def masks(self) -> dict[str, Any]:
+        """Options of attn for these masks; a decode step sees all keys."""
+        options: dict[str, Any] = {"causal": self.causal and not self.decode}
+        return options if self.window is None else {**options, "window": (self.window, 0)}
+
     def flop(self, direction: str) -> float:
-        pairs = self.batch * self.heads * self.queries * self.keys * (0.5 if self.causal and not self.decode else 1)
-        return (FORWARD_FLOP if direction == "forward" else BACKWARD_FLOP) * pairs * self.head_dim
+        pairs: float = self.queries * self.keys
+        if self.window is not None:
+            pairs = sum(min(query + 1, self.window + 1) for query in range(self.queries))
+        elif self.masks["causal"]:
+            pairs *= 0.5
+        return (FORWARD_FLOP if direction == "forward" else BACKWARD_FLOP) * self.batch * self.heads * pairs * self.head_dim
 
     @property
     def cache_bytes(self) -> int:
@@ -80,12 +92,19 @@ LAYERS = {
     "d64": Layer(heads=32, kv_heads=32, head_dim=64),
     "d64-causal": Layer(heads=32, kv_heads=32, head_dim=64, causal=True),
     "gpt-oss-64/8-causal": Layer(batch=1, heads=64, kv_heads=8, head_dim=64, causal=True),
+    "gpt-oss-64/8-window": Layer(batch=1, heads=64, kv_heads=8, head_dim=64, causal=True, window=127),
+    "decode-b64-4k": Layer(batch=64, heads=32, kv_heads=8, queries=1, keys=4096),
     "decode-b32-4k": Layer(batch=32, heads=32, kv_heads=8, queries=1, keys=4096),
+    "decode-b16-8k": Layer(batch=16, heads=32, kv_heads=8, queries=1, keys=8192),
+    "decode-b4-8k": Layer(batch=4, heads=32, kv_heads=8, queries=1, keys=8192),
+    "decode-b1-8k": Layer(batch=1, heads=32, kv_heads=8, queries=1, keys=8192),
     "decode-b1-32k": Layer(batch=1, heads=32, kv_heads=8, queries=1, keys=32768),
 }
 
 
-def _torch(q: Tensor, k: Tensor, v: Tensor, *, kind: SDPBackend, causal: bool) -> Tensor:
+def _torch(q: Tensor, k: Tensor, v: Tensor, *, kind: SDPBackend, causal: bool, window: object = None) -> Tensor:
+    if window is not None:
+        raise RuntimeError("scaled_dot_product_attention has no window without a mask in memory")
     with sdpa_kernel(kind):
         return torch.nn.functional.scaled_dot_product_attention(q, k, v, is_causal=causal, enable_gqa=q.shape[1] != k.shape[1])
 
@@ -94,8 +113,9 @@ def _flex(layer: Layer) -> Callable[..., Tensor]:
     from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 
     mask = None
-    if layer.causal and not layer.decode:
-        mask = create_block_mask(lambda b, h, i, j: i >= j, None, None, layer.queries, layer.keys, device="cuda")
+    window = layer.keys if layer.window is None else layer.window
+    if layer.masks["causal"]:
+        mask = create_block_mask(lambda b, h, i, j: (i >= j) & (i - j <= window), None, None, layer.queries, layer.keys, device="cuda")
     torch.compiler.reset()  # every layer is compiled for its own shape; past a limit of shapes the operator would run uncompiled
     compiled = torch.compile(flex_attention, dynamic=False)
     return partial(compiled, block_mask=mask, enable_gqa=layer.heads != layer.kv_heads)
@@ -114,20 +134,21 @@ def _flash(module: str, **keywords: Any) -> Callable[..., Tensor]:
 
 def contenders(layer: Layer, backends: list[str]) -> dict[str, Callable[[], Callable[..., Tensor]]]:
     """What makes each contender; making one may fail, which refuses it."""
-    causal = layer.causal and not layer.decode
-    found: dict[str, Callable[[], Callable[..., Tensor]]] = {name: partial(_ours, name, causal=causal) for name in backends}
+    causal = layer.masks["causal"]
+    span = {} if layer.window is None else {"window_size": (layer.window, 0)}
+    found: dict[str, Callable[[], Callable[..., Tensor]]] = {name: partial(_ours, name, layer) for name in backends}
     found |= {
-        "torch cudnn": lambda: partial(_torch, kind=SDPBackend.CUDNN_ATTENTION, causal=causal),
-        "torch flash": lambda: partial(_torch, kind=SDPBackend.FLASH_ATTENTION, causal=causal),
+        "torch cudnn": lambda: partial(_torch, kind=SDPBackend.CUDNN_ATTENTION, **layer.masks),
+        "torch flash": lambda: partial(_torch, kind=SDPBackend.FLASH_ATTENTION, **layer.masks),
         "flex": partial(_flex, layer),
-        "fa3": partial(_flash, "fa3_fwd_interface", causal=causal),
-        "fa4 deterministic": partial(_flash, "flash_attn.cute", causal=causal, deterministic=True),
+        "fa3": partial(_flash, "fa3_fwd_interface", causal=causal, num_splits=0 if layer.decode else 1, **span),
+        "fa4 deterministic": partial(_flash, "flash_attn.cute", causal=causal, deterministic=True, **span),
     }
     return found
 
 
-def _ours(name: str, *, causal: bool) -> Callable[..., Tensor]:
-    return partial(get_op("attention", device="cuda", backend=name, contract=CONTRACT).forward, causal=causal)
+def _ours(name: str, layer: Layer) -> Callable[..., Tensor]:
+    return partial(get_op("attention", device="cuda", backend=name, contract=CONTRACT).forward, **layer.masks)
 
 
 def check(name: str, operator: Callable[..., Any], layer: Layer, data: tuple[Tensor, ...]) -> Row:
@@ -135,17 +156,19 @@ def check(name: str, operator: Callable[..., Any], layer: Layer, data: tuple[Ten
     q, k, v = (tensor[-1:, -1:] for tensor in data[:3])
     rows = slice(max(0, layer.queries - 16), None)
     out = operator(*data[:3])[-1:, -1:, rows]
-    causal = layer.causal and not layer.decode
-    wanted = attn_reference.attention(q[:, :, rows].cpu(), k.cpu(), v.cpu(), causal=causal, contract=CONTRACT)
+    wanted = attn_reference.attention(q[:, :, rows].cpu(), k.cpu(), v.cpu(), **layer.masks, contract=CONTRACT)
     demand_same_bytes({"the CPU model": [wanted], name: [out.cpu()]}, "the last rows of a head")
     scores = q[:, :, rows].double() @ k.double().mT / math.sqrt(layer.head_dim)
-    if causal:
-        last = torch.arange(layer.keys, device="cuda")
-        scores = scores.masked_fill(last > last[rows, None], -torch.inf)
+    if layer.masks["causal"]:
+        key = torch.arange(layer.keys, device="cuda")
+        before = key[rows, None] - key
+        scores = scores.masked_fill((before < 0) | (before > (layer.keys if layer.window is None else layer.window)), -torch.inf)
     exact = torch.softmax(scores, -1) @ v.double()
-    flash = _torch(q, k, v, kind=SDPBackend.FLASH_ATTENTION, causal=causal)[:, :, rows]
     found: Row = {}
-    for label, tensor in (("ours", out), ("torch flash", flash)):
+    outs = {"ours": out}
+    if layer.window is None:
+        outs["torch flash"] = _torch(q, k, v, kind=SDPBackend.FLASH_ATTENTION, **layer.masks)[:, :, rows]
+    for label, tensor in outs.items():
         error = tensor.double() - exact
         found[label] = {"max": float(error.abs().max()), "rms": float(error.square().mean().sqrt())}
     return found
@@ -184,6 +207,7 @@ def backward_of(operator: Callable[..., Any], data: tuple[Tensor, ...]) -> Call:
 def run_case(name: str, layer: Layer, backends: list[str], peers: list[str], report: Report, rounds: int, flush: Tensor) -> None:
     data = layer.tensors()
     ready: dict[str, dict[str, Call]] = {}
+    outputs: dict[str, list[Tensor]] = {}
     for contender, make in contenders(layer, backends).items():
         if contender not in (*backends, *peers):
             continue
@@ -194,10 +218,15 @@ def run_case(name: str, layer: Layer, backends: list[str], peers: list[str], rep
             ready[contender] = {"forward": forward_of(operator, layer, data)}
             if not layer.decode:
                 ready[contender]["backward"] = backward_of(operator, data)
+            if contender in backends:
+                with torch.no_grad():
+                    out = operator(*data[:3])
+                outputs[contender] = [out, *(ready[contender]["backward"]() if not layer.decode else ())]
         except (ImportError, RuntimeError, TypeError, UnsupportedProblem) as error:  # what a peer lacks here
             if contender in backends:
                 raise
             report.refuse(f"{contender} {name}", f"{type(error).__name__}: {error}".splitlines()[0][:200])
+    demand_same_bytes(outputs, f"out and gradients of {name}")
     for direction in ("forward", "backward"):
         calls = {contender: found[direction] for contender, found in ready.items() if direction in found}
         for contender, samples in interleaved(calls, rounds, flush).items():

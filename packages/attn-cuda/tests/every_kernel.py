@@ -214,24 +214,31 @@ def problems() -> list[Work]:
     return [*softmax_problems(), *product_problems(), *attention_problems(), *tensor_core_problems()]
 
 
-def launched(run: Callable[[], None]) -> list[str]:
-    """Names of the attn_cuda kernels that ``run`` launches, as the profiler sees them."""
+def launched(run: Callable[[], int]) -> tuple[int, list[str]]:
+    """What ``run`` returns, and the names of the attn_cuda kernels that it launches, as the profiler sees them."""
     from torch.profiler import ProfilerActivity, profile
 
     with profile(activities=[ProfilerActivity.CUDA]) as recorded:
-        run()
+        count = run()
         torch.cuda.synchronize()
-    return sorted({event.name for event in recorded.events() if "attn_cuda::" in event.name})
+    return count, sorted({event.name for event in recorded.events() if "attn_cuda::" in event.name})
 
 
 def run_all(chosen: list[Work]) -> None:
-    reason = BACKEND.unavailable("cuda")  # probes the device, which is a kernel too
-    if reason is not None:
-        raise SystemExit(f"every_kernel: {reason}")
     for problem in chosen:
         torch.manual_seed(0)
         problem.run()
         torch.cuda.synchronize()
+
+
+def run_part(part: int, parts: int) -> int:
+    """Runs the part-th of so many parts and returns its number of problems."""
+    reason = BACKEND.unavailable("cuda")  # probes the device, which is a kernel too
+    if reason is not None:
+        raise SystemExit(f"every_kernel: {reason}")
+    chosen = problems()[part - 1 :: parts]
+    run_all(chosen)
+    return len(chosen)
 
 
 def main() -> None:
@@ -243,15 +250,15 @@ def main() -> None:
     part, parts = (int(number) for number in options.part.split("/"))
     if not 1 <= part <= parts:
         parser.error(f"--part {options.part}: I must lie in 1..N")
-    chosen = problems()[part - 1 :: parts]
     if options.list:
-        print("\n".join(problem.name for problem in chosen))
+        print("\n".join(problem.name for problem in problems()[part - 1 :: parts]))
         return
     if options.kernels is None:
-        run_all(chosen)
+        count = run_part(part, parts)
     else:
-        options.kernels.write_text(json.dumps(launched(partial(run_all, chosen)), indent=1) + "\n")
-    print(f"{len(chosen)} problems ran")
+        count, names = launched(partial(run_part, part, parts))
+        options.kernels.write_text(json.dumps(names, indent=1) + "\n")
+    print(f"{count} problems ran")
 
 
 if __name__ == "__main__":

@@ -2,16 +2,23 @@
 
 from __future__ import annotations
 
+import math
+
 import torch
 from attn_spec import UnsupportedProblem
 from attn_spec.torch import AttentionInputs
 from torch import Tensor
 
+from attn_triton import _pairs_launch
 from attn_triton._configuration import on_device
 from attn_triton._pairs_launch import Pairs, pairs_of
+from attn_triton._pairs_launch import configs_of as pair_configs
 from attn_triton._problem import MAX_HEAD_DIM, attention_problem, fresh_results
+from attn_triton._remembered_launch import Kinds, Launches, kind_of, options_of, tensors_of
 
 __all__ = ["attention_forward", "check_supported"]
+
+_KINDS = Kinds()
 
 
 def check_supported(inputs: AttentionInputs) -> None:
@@ -29,12 +36,21 @@ def check_supported(inputs: AttentionInputs) -> None:
 def attention_forward(inputs: AttentionInputs, out_dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """out (layout of q, V columns, ``out_dtype``), LSE, row max and row sum (float32, ``inputs.row_shape``)."""
     check_supported(inputs)
-    q = inputs.q
-    out, lse, row_max, row_sum = fresh_results(inputs, out_dtype)
+    q, given = inputs.q, tensors_of(inputs)
+    out, lse, row_max, row_sum = results = fresh_results(inputs, out_dtype)
     if lse.numel():
+        configs, few = pair_configs(inputs)
+        sign = math.copysign(1.0, inputs.scale)  # 0.0 equals -0.0
+        kind = kind_of(given, few, sign, _pairs_launch.WORKSPACE, out_dtype, *options_of(inputs))
+        launches = _KINDS.get(kind, configs)
         with on_device(q):
-            _forward(pairs_of(inputs, attention_problem(inputs)), out, (lse, row_max, row_sum))
-    return out, lse, row_max, row_sum
+            if launches is not None:
+                launches.again((*given, *results))
+            else:
+                launches = Launches((*given, *results), configs)
+                _forward(pairs_of(inputs, attention_problem(inputs), launches), out, (lse, row_max, row_sum))
+                _KINDS.keep(kind, launches)
+    return results
 
 
 def _forward(pairs: Pairs, out: Tensor, states: tuple[Tensor, Tensor, Tensor]) -> None:
