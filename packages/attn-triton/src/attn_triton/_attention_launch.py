@@ -11,8 +11,7 @@ from torch import Tensor
 
 from attn_triton import _pairs_launch
 from attn_triton._configuration import on_device
-from attn_triton._pairs_launch import Pairs, pairs_of
-from attn_triton._pairs_launch import configs_of as pair_configs
+from attn_triton._pairs_launch import Pairs, configs_of, pairs_of
 from attn_triton._problem import MAX_HEAD_DIM, attention_problem, fresh_results
 from attn_triton._remembered_launch import Kinds, Launches, kind_of, options_of, tensors_of
 
@@ -39,7 +38,7 @@ def attention_forward(inputs: AttentionInputs, out_dtype: torch.dtype) -> tuple[
     q, given = inputs.q, tensors_of(inputs)
     out, lse, row_max, row_sum = results = fresh_results(inputs, out_dtype)
     if lse.numel():
-        configs, few = pair_configs(inputs)
+        configs, few = configs_of(inputs)
         sign = math.copysign(1.0, inputs.scale)  # 0.0 equals -0.0
         kind = kind_of(given, few, sign, _pairs_launch.WORKSPACE, out_dtype, *options_of(inputs))
         launches = _KINDS.get(kind, configs)

@@ -18,7 +18,7 @@ from attn_triton._attention_backward_launch import Columns, fresh_gradient, sink
 from attn_triton._configuration import PairConfig, on_device, padded
 from attn_triton._nvfp4_launch import Operands
 from attn_triton._problem import Grid, Problem, attention_problem, block_sides, key_grid, result_strides, row_grid
-from attn_triton._qat_configuration import BACKWARD, BackwardConfigs
+from attn_triton._qat_configuration import BackwardConfigs, backward_configs
 from attn_triton._qat_launch import QuantizedCall, Saved, p_scales
 from attn_triton._softmax_kernel import INTERPRETED
 
@@ -84,8 +84,8 @@ class _Passes:
         problem = attention_problem(replace(inputs, k=call.operands.k.backward(call.config)))
         tensors = (inputs.q, inputs.k, call.operands.v.backward(call.config), dout)
         parts: list[Any] = [part for tensor in tensors for part in turned(tensor, inputs.packed)]
-        device = platform(inputs.q.device)
-        return cls(call, problem, Columns(*parts), dout, saved[2], saved[3], BACKWARD[device], device == "cuda")
+        device = inputs.q.device
+        return cls(call, problem, Columns(*parts), dout, saved[2], saved[3], backward_configs(device), platform(device) == "cuda")
 
     def delta(self, dlse: Tensor | None, dsink: Tensor | None) -> Tensor:
         """float32 [rows] in the shape of LSE; with ``dsink``, of that shape, the rows' sink gradients as well."""
@@ -163,7 +163,7 @@ class _Passes:
         return self.problem.arrays, self.problem.sizes.encoded, self.columns, grid.plan, grid.per_item, self.row_max, self.row_sum
 
     def _sums(self, result: Tensor, *, of_rows: bool) -> PairConfig:
-        return self._fitted(self.configs.of_sums(result.shape[-1]), of_rows=of_rows)
+        return self._fitted(self.configs.of_sums(result.shape[-1], of_rows=of_rows), of_rows=of_rows)
 
     def _fitted(self, config: PairConfig, *, of_rows: bool) -> PairConfig:
         """``config`` with blocks that suit this problem (``block_sides``); their owners are rows or, else, keys."""

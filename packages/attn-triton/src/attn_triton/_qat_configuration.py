@@ -22,7 +22,7 @@ from attn_triton._configuration import Config, PairConfig, padded
 from attn_triton._problem import Problem
 from attn_triton._softmax_kernel import INTERPRETED
 
-__all__ = ["BACKWARD", "FORWARD", "BackwardConfigs", "ForwardConfigs", "OutputLaunch", "forward_configs"]
+__all__ = ["BACKWARD", "FORWARD", "BackwardConfigs", "ForwardConfigs", "OutputLaunch", "backward_configs", "forward_configs"]
 
 _SELECT_COLUMNS = 128
 
@@ -117,19 +117,39 @@ def forward_configs(device: torch.device) -> ForwardConfigs:
 
 @dataclass(frozen=True)
 class BackwardConfigs:
-    """Of the kernels of dq, dk and dv by the number of columns of their accumulator, and of the kernel of delta (its owners)."""
+    """Of the kernel of dq, and of those of dk and dv, by the columns of their accumulator; of the kernel of delta (its owners)."""
 
-    sums: Mapping[int, PairConfig]
+    rows: Mapping[int, PairConfig]
+    keys: Mapping[int, PairConfig]
     delta: PairConfig
 
-    def of_sums(self, width: int) -> PairConfig:
-        """For an accumulator of ``width`` columns."""
-        return self.sums[min(limit for limit in self.sums if limit >= width)]
+    def of_sums(self, width: int, *, of_rows: bool) -> PairConfig:
+        """For an accumulator of ``width`` columns that belongs to rows or, else, to keys."""
+        found = self.rows if of_rows else self.keys
+        return found[min(limit for limit in found if limit >= width)]
+
+
+def _alike(sums: Mapping[int, PairConfig], delta: PairConfig) -> BackwardConfigs:
+    return BackwardConfigs(sums, sums, delta)
 
 
 BACKWARD = {
-    "cuda": BackwardConfigs({128: PairConfig(32, 32, 16, 8, 255), 256: PairConfig(32, 16, 16, 8, 255)}, PairConfig(64, 64, 16, 8)),
-    "rocm": BackwardConfigs({128: PairConfig(32, 32, 16, 4), 256: PairConfig(32, 32, 16, 8)}, PairConfig(32, 32, 16, 4)),
-    "cpu": BackwardConfigs({256: PairConfig(256, 256, 128, 1)}, PairConfig(128, 128, 128, 1)),
+    "cuda": _alike({128: PairConfig(32, 16, 16, 4, 255), 256: PairConfig(32, 16, 16, 8, 255)}, PairConfig(64, 64, 16, 8)),
+    "cuda, Triton 3.6": BackwardConfigs(
+        rows={128: PairConfig(64, 32, 16, 8, 255), 256: PairConfig(32, 32, 16, 8, 255)},
+        keys={128: PairConfig(32, 64, 16, 4, 255), 256: PairConfig(32, 64, 16, 8, 255)},
+        delta=PairConfig(64, 64, 16, 8),
+    ),
+    "rocm": _alike({128: PairConfig(32, 32, 16, 4), 256: PairConfig(32, 32, 16, 8)}, PairConfig(32, 32, 16, 4)),
+    "cpu": _alike({256: PairConfig(256, 256, 128, 1)}, PairConfig(128, 128, 128, 1)),
 }
-"""By device; on NVIDIA and AMD blocks of which no target's code spills a register, with Triton 3.6 and 3.9."""
+"""By device; on NVIDIA and AMD blocks of which no target's code spills a register. Triton 3.9 holds more of a product's operands at once
+than 3.6: with the blocks of 3.6 up to 2.2 KB of a thread's would go to memory. Smaller blocks read shared memory more often."""
+
+
+def backward_configs(device: torch.device) -> BackwardConfigs:
+    """Configurations for the device; for a GPU of NVIDIA those of the compiler."""
+    name = platform(device)
+    if name == "cuda" and not INTERPRETED and triton.__version__.startswith("3.6."):
+        name = "cuda, Triton 3.6"
+    return BACKWARD[name]
