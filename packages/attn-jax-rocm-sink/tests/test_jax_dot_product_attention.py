@@ -178,7 +178,7 @@ def test_the_gradient_of_a_broadcast_bias_is_summed_in_order() -> None:
         ({"query_seq_lengths": jnp.array([7, 1])}, ValueError, r"query_seq_lengths must lie in \[0, 6\]"),
         ({"query_seq_lengths": jnp.array([1.0, 1.0])}, TypeError, "query_seq_lengths must be int32 or int64"),
         ({"query_seq_lengths": jnp.array([1])}, ValueError, r"query_seq_lengths must be an integer or have shape"),
-        ({"key_value_seq_lengths": jnp.array([9, 1])}, ValueError, r"key_value_seq_lengths must lie in \[0, 8\]; got \[9, 1\]"),
+        ({"key_value_seq_lengths": jnp.array([9, 1])}, ValueError, r"key_value_seq_lengths must lie in \[0, 8\]; got 9"),
         ({"local_window_size": (-1, 0)}, ValueError, "window sides"),
         ({"implementation": "cudnn"}, UnknownName, "unknown engine"),
         ({"sinks": jnp.zeros(3)}, ValueError, "sinks must have shape"),

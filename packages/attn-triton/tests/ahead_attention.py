@@ -81,7 +81,7 @@ def _compiling(arch) -> Iterator[list]:
             found.append((self.fn.__name__, options, compiled))
         return compiled
 
-    modules = (_attention_launch, _pairs_launch, _attention_backward_launch, _products_launch)
+    modules = (_pairs_launch, _attention_backward_launch, _products_launch)
     platforms = [module.platform for module in modules]
     JITFunction.run = run
     triton.runtime.driver.set_active(NamedTarget(arch))

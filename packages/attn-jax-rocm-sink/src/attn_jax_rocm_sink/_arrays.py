@@ -17,8 +17,10 @@ __all__ = [
     "are_seed_words",
     "as_array",
     "check_known",
+    "check_range",
     "from_numpy",
     "info",
+    "integer_array",
     "integers",
     "is_integer",
     "is_real",
@@ -74,6 +76,35 @@ def as_array(op: str, name: str, value: Any) -> jax.Array:
         return jnp.asarray(value)
     except (TypeError, ValueError, OverflowError) as error:
         raise TypeError(f"{op}: {name} must be an array or what jnp.asarray makes one of; got {reprlib.repr(value)}") from error
+
+
+def check_range(op: str, name: str, value: Any, low: int, high: int) -> None:
+    """ValueError for integers that are known, in arrays or lists, and outside [low, high]; traced ones and what is no integer pass.
+
+    It comes before any conversion: without JAX's 64-bit mode ``jnp.asarray`` keeps the low 32 bits of numpy's integers.
+    """
+    for leaf in jax.tree.leaves(value):
+        if isinstance(leaf, jax.core.Tracer) or not (is_integer(leaf) or _holds_integers(leaf)):
+            continue
+        known = np.asarray(leaf)
+        if known.size and not low <= int(known.min()) <= int(known.max()) <= high:
+            outside = known[(known < low) | (known > high)]
+            raise ValueError(f"{op}: {name} must lie in [{low}, {high}]; got {outside.flat[0]}")
+
+
+def _holds_integers(value: Any) -> bool:
+    return isinstance(value, (jax.Array, np.ndarray)) and bool(jnp.issubdtype(value.dtype, jnp.integer))
+
+
+def integer_array(op: str, name: str, value: Any) -> jax.Array:
+    """``as_array`` of integers. TypeError for other dtypes, ValueError for known values that int32 does not hold."""
+    small = _holds_integers(value) and np.can_cast(value.dtype, np.int32)  # nothing of it has to be read, nor waited for
+    if not small:
+        check_range(op, name, value, _INT32.min, _INT32.max)
+    array = as_array(op, name, value)
+    if not jnp.issubdtype(array.dtype, jnp.integer):
+        raise TypeError(f"{op}: {name} must be integers; got {array.dtype.name}")
+    return array
 
 
 def check_known(op: str, **options: Any) -> None:

@@ -206,8 +206,10 @@ def _engine_reasons(problem: Problem, name: str, contract: str | None) -> tuple[
 
 def _one_for_each(value: Any, q: Any) -> Any:
     """An integer array without axes, traced or not, becomes one for each batch item."""
-    scalar = isinstance(value, (jax.Array, np.ndarray)) and value.shape == () and getattr(q, "ndim", 0) > 0
-    return jnp.broadcast_to(value, q.shape[:1]) if scalar else value
+    if not (isinstance(value, (jax.Array, np.ndarray)) and value.shape == () and getattr(q, "ndim", 0) > 0):
+        return value
+    broadcast_to: Any = jnp.broadcast_to if isinstance(value, jax.Array) else np.broadcast_to  # JAX cuts numpy's integers to 32 bits
+    return broadcast_to(value, q.shape[:1])
 
 
 def _described_lengths(value: Any, q: ArrayInfo | None, device: str) -> ArrayInfo:

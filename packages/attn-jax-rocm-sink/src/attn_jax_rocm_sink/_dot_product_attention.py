@@ -6,9 +6,8 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 
-from attn_jax_rocm_sink._arrays import as_array, check_known, is_integer
+from attn_jax_rocm_sink._arrays import as_array, check_known, check_range, is_integer
 from attn_jax_rocm_sink._attention import attention
 from attn_jax_rocm_sink._bias import with_mask
 from attn_jax_rocm_sink._segments import fitted, keep_rows, spoil
@@ -121,15 +120,12 @@ def _lengths(name: str, lengths: Any, batch: int, size: int) -> tuple[jax.Array,
     """``lengths`` checked, int32 [B] within [0, size], and bool [B]: which traced ones were outside. Known ones raise."""
     if lengths is None:
         return None, None
+    check_range("dot_product_attention", name, lengths, 0, size)
     array = as_array("dot_product_attention", name, lengths)
     if array.dtype.name not in ("int32", "int64"):
         raise TypeError(f"dot_product_attention: {name} must be int32 or int64; got {array.dtype.name}")
     if array.shape not in ((), (batch,)):
         raise ValueError(f"dot_product_attention: {name} must be an integer or have shape [B] = {[batch]}; got {list(array.shape)}")
-    if not isinstance(array, jax.core.Tracer):
-        known = np.asarray(lengths)
-        if known.size and (known.min() < 0 or known.max() > size):
-            raise ValueError(f"dot_product_attention: {name} must lie in [0, {size}]; got {known.tolist()}")
     return fitted(jnp.broadcast_to(array, (batch,)), size)
 
 

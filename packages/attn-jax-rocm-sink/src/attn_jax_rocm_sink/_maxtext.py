@@ -9,7 +9,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from attn_jax_rocm_sink._arrays import as_array, is_integer, is_real
+from attn_jax_rocm_sink._arrays import as_array, integer_array, is_integer, is_real
 from attn_jax_rocm_sink._attention_types import AttnBiasType, AttnMaskType, AttnSoftmaxType, QKVLayout
 from attn_jax_rocm_sink._fused_attn import fused_attn
 from attn_jax_rocm_sink._sequence_descriptor import SequenceDescriptor
@@ -90,7 +90,8 @@ class MaxTextAttention:
             decoder_segment_ids_kv: segment ids of the keys where they differ.
 
         Raises:
-            ValueError: a mode, cache or mask that this operator does not have; nothing is ignored.
+            ValueError: a mode, cache or mask that this operator does not have; nothing is ignored. Segment ids or positions beyond int32.
+            TypeError: segment ids or positions that are no integers.
         """
         if model_mode == "prefill" and cached_values is not None:
             (key, value, decoder_segment_ids), cached_values = _cache(cached_values)
@@ -113,7 +114,7 @@ class MaxTextAttention:
         if query.ndim != 4:
             raise ValueError(f"MaxTextAttention: query must have 4 axes [B, S, H, D]; got shape {list(query.shape)}")
         if decoder_segment_ids is not None:
-            decoder_segment_ids = as_array(_NAME, "decoder_segment_ids", decoder_segment_ids)
+            decoder_segment_ids = integer_array(_NAME, "decoder_segment_ids", decoder_segment_ids)
         ids_of_keys = decoder_segment_ids if decoder_segment_ids_kv is None else decoder_segment_ids_kv
         descriptor: SequenceDescriptor | None = None
         if decoder_segment_ids is not None and ids_of_keys is not None:
@@ -155,13 +156,11 @@ def _cache(cached: Any) -> tuple[tuple[Any, Any, Any], Any]:
 def _in_row_order(positions: jax.Array, ids: jax.Array | None, shape: tuple[int, ...]) -> jax.Array | None:
     """bool [B]: whether positions grow by 1 between neighbouring rows of one segment; None where all are known to.
 
-    Raises ValueError for known ones that do not, and for another shape or dtype.
+    Raises ValueError for known ones that do not or that int32 does not hold, and for another shape; TypeError for another dtype.
     """
-    positions = as_array(_NAME, "inputs_positions", positions)
-    if positions.shape != tuple(shape) or not jnp.issubdtype(positions.dtype, jnp.integer):
-        raise ValueError(
-            f"MaxTextAttention: inputs_positions must be integers [B, S] = {list(shape)}; got {positions.dtype} {list(positions.shape)}"
-        )
+    positions = integer_array(_NAME, "inputs_positions", positions)
+    if positions.shape != tuple(shape):
+        raise ValueError(f"MaxTextAttention: inputs_positions must have shape [B, S] = {list(shape)}; got {list(positions.shape)}")
     grows = positions[:, 1:] - positions[:, :-1] == 1
     if ids is not None:
         grows |= (ids[:, 1:] != ids[:, :-1]) | (ids[:, 1:] == 0)

@@ -83,7 +83,7 @@ def packing_of_lengths(lengths: jax.Array, starts: jax.Array, segments: int, siz
 
     A sequence is lost, too, when segments overlap or leave it, or when a length is below -1.
     """
-    used = jnp.maximum(lengths, 0).astype(jnp.int32)
+    used = jnp.clip(lengths, 0, size + 1).astype(jnp.int32)  # a longer one, of 64 bits too, leaves the sequence as well
     outside = (lengths < -1) | ((used > 0) & ((starts < 0) | (starts > size - used)))
     lost = outside.any(1) | (used[:, segments:] > 0).any(1)
     missing = max(segments - used.shape[1], 0)

@@ -9,12 +9,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from attn_jax_rocm_sink._arrays import as_array
+from attn_jax_rocm_sink._arrays import integer_array
 from attn_jax_rocm_sink._segments import Packing, packing_of_ids, packing_of_lengths
 
 __all__ = ["SequenceDescriptor"]
 
 Pair = tuple[jax.Array, jax.Array]
+_MOST_ROWS = 2**31 - 1
 _FIELDS = ("seqlens", "seq_offsets", "segment_ids", "segment_pos")
 
 
@@ -22,6 +23,8 @@ _FIELDS = ("seqlens", "seq_offsets", "segment_ids", "segment_pos")
 @dataclass(frozen=True, kw_only=True)
 class SequenceDescriptor:
     """Used rows of queries and of keys, each field a pair (queries, keys). Build it with a ``from_`` method; its arrays may be traced.
+
+    Known values that int32 does not hold are a ValueError in those methods, whatever the dtype of the array that has them.
 
     Source: Transformer Engine's ``transformer_engine.jax.attention.SequenceDescriptor``.
     """
@@ -85,6 +88,8 @@ class SequenceDescriptor:
 
     def packing(self, batch: int, sizes: tuple[int, int], segments: int) -> tuple[Packing, Packing]:
         """Segments of the queries and of the keys. ValueError for shapes, and for values that are known and do not fit."""
+        if segments * max(sizes) > _MOST_ROWS:
+            raise ValueError(f"max_segments_per_seq={segments} sequences of {max(sizes)} rows are too many; supported: {_MOST_ROWS} rows")
         packings = tuple(self._packing(side, batch, size, segments) for side, size in enumerate(sizes))
         for packing in packings:
             if not isinstance(packing.lost, jax.core.Tracer) and np.asarray(packing.lost).any():
@@ -113,10 +118,8 @@ def _pair(name: str, value: jax.Array | Pair, rank: int) -> Pair:
     pair = value if isinstance(value, tuple) else (value, value)
     if len(pair) != 2:
         raise ValueError(f"{name} must be one array or a pair (queries, keys); got {len(pair)} arrays")
-    queries, keys = (as_array("SequenceDescriptor", name, array) for array in pair)
+    queries, keys = (integer_array("SequenceDescriptor", name, array) for array in pair)
     for array in (queries, keys):
-        if not jnp.issubdtype(array.dtype, jnp.integer):
-            raise TypeError(f"{name} must be integers; got {array.dtype.name}")
         if array.ndim != rank:
             raise ValueError(f"{name} must have {rank} axes; got shape {list(array.shape)}")
     return queries, keys
