@@ -211,10 +211,17 @@ def tiles(document: Document) -> str:
 
 def sanitizer(document: Document) -> str:
     lines = [
-        [tool, str(total["parts"]), str(total["errors"]), ", ".join(total["parts_without_result"]) or "none", f"{total['seconds']:.0f}"]
+        [
+            tool,
+            str(total["parts"]),
+            str(total["errors"]),
+            str(total["false_reports"]),
+            ", ".join(total["parts_without_result"]) or "none",
+            f"{total['seconds']:.0f}",
+        ]
         for tool, total in document["tools"].items()
     ]
-    return markdown(["tool", "parts", "errors", "parts that did not end", "seconds"], lines)
+    return markdown(["tool", "parts", "errors", "false reports", "parts that did not end", "seconds"], lines)
 
 
 def kernel_profiles(document: Document) -> str:

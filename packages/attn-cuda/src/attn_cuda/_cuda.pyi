@@ -1,5 +1,6 @@
 # Raw entry points of csrc/attn_cuda.h. Pointers and streams are integers; RuntimeError carries the CUDA error or the refusal.
-from typing import TypeAlias
+from collections.abc import Callable
+from typing import Any, TypeAlias
 
 FLOAT32: int
 BFLOAT16: int
@@ -97,5 +98,8 @@ def sm90_backward_workspace(device: int, problem: Attention, scale: float, gradi
 def sm90_backward(
     device: int, stream: int, problem: Attention, scale: float, factor: float, gradients: Gradients, workspace: int, /
 ) -> None: ...
+def describer(
+    exchange: Any, types: tuple[type, ...], dtype: type, watchers: tuple[Callable[[], object], ...], grad_enabled: Callable[[], bool], /
+) -> tuple[Callable[..., Any], Callable[..., Any]]: ...
 def probe(device: int, /) -> int: ...
 def capability(device: int, /) -> int: ...

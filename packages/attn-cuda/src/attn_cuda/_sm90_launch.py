@@ -2,19 +2,23 @@
 
 from __future__ import annotations
 
+from dataclasses import fields
+from operator import attrgetter
 from types import ModuleType
+from typing import Any
 
 import torch
 from attn_spec import Problem, UnsupportedProblem
 from attn_spec._sm90 import CONTRACT, score_factor
-from attn_spec.torch import AttentionInputs
+from attn_spec.torch import AttentionInputs, Launches
 from torch import Tensor
 
-from attn_cuda._arrays import address, array, dtype_codes, module_for, place
-from attn_cuda._attention_launch import problem_of, tensors_of, with_contiguous_options
+from attn_cuda._arrays import Launch, address, allocator, array, dtype_codes, module_for, place
+from attn_cuda._attention_launch import OPTIONS, problem_of, tensors_of, with_contiguous_options
+from attn_cuda._describer import describer
 from attn_cuda._extension import extension
 
-__all__ = ["Sm90Kernels", "sm90_reasons"]
+__all__ = ["Sm90Kernels", "prepare_sm90", "sm90_reasons"]
 
 OPERATORS = ("attention", "attention_varlen")
 HEAD_DIMS = (64, 128)
@@ -30,18 +34,8 @@ class Sm90Kernels:
 
     def attention_sm90_forward(self, inputs: AttentionInputs) -> tuple[Tensor, Tensor]:
         """out (layout and dtype of q) and LSE (float32, ``inputs.row_shape``)."""
-        inputs = with_contiguous_options(inputs)
-        module = _module(inputs)
-        q, scale = inputs.q, inputs.scale
-        factor = score_factor(scale)
-        out = q.new_empty(q.shape)
-        lse = q.new_empty(inputs.row_shape, dtype=torch.float32)
-        if lse.numel():
-            problem = problem_of(dtype_codes(module), inputs)
-            device, stream = place(q)
-            workspace = q.new_empty(module.sm90_forward_workspace(device, problem, scale), dtype=torch.uint8)
-            module.sm90_forward(device, stream, problem, scale, factor, out.data_ptr(), lse.data_ptr(), workspace.data_ptr())
-        return out, lse
+        found: tuple[Tensor, Tensor] = _FORWARD(*_VALUES(with_contiguous_options(inputs)))
+        return found
 
     def attention_sm90_backward(
         self, inputs: AttentionInputs, dout: Tensor, dlse: Tensor | None, out: Tensor, lse: Tensor, needs: frozenset[str]
@@ -64,6 +58,46 @@ class Sm90Kernels:
             module.sm90_backward(device, stream, problem, scale, score_factor(scale), gradients, workspace.data_ptr())
             del rows, upstream, workspace
         return found
+
+
+def prepare_sm90(arguments: tuple[Any, ...], wanted: int) -> Launch | None:
+    """The call of the registered operator for its first ``wanted`` results, or None for one that needs copies first."""
+    inputs = AttentionInputs(*arguments)
+    if with_contiguous_options(inputs) is not inputs:
+        return None
+    launch = _forward_launch(inputs)
+    return launch if wanted > 1 else lambda addresses: launch(addresses)[0]
+
+
+def _forward_launch(inputs: AttentionInputs) -> Launch:
+    """out and LSE. Options must be contiguous."""
+    module, q, scale = _module(inputs), inputs.q, inputs.scale
+    device, index, factor = q.device, q.device.index, score_factor(scale)
+    out_of, lse_of = allocator(tuple(q.shape), q.dtype, device), allocator(inputs.row_shape, torch.float32, device)
+    if 0 in inputs.row_shape:
+        return lambda addresses: (out_of(), lse_of())
+    problem = problem_of(dtype_codes(module), inputs)
+    batch, *arrays, pointers, bias, causal, left, right = problem
+    facts = [array[1:] for array in arrays]
+    numbers = [OPTIONS.index(name) for name in list(tensors_of(inputs))[len(arrays) :]]
+    workspace_of = allocator((module.sm90_forward_workspace(index, problem, scale),), torch.uint8, device)
+    stream_of, absent = torch._C._cuda_getCurrentRawStream, [0] * len(pointers)
+
+    def launch(addresses: list[int]) -> tuple[Tensor, Tensor]:
+        out, lse, workspace = out_of(), lse_of(), workspace_of()
+        q, k, v, *options = addresses
+        given = absent.copy()
+        for number, option in zip(numbers, options, strict=True):
+            given[number] = option
+        call = batch, (q, *facts[0]), (k, *facts[1]), (v, *facts[2]), given, bias, causal, left, right
+        module.sm90_forward(index, stream_of(index), call, scale, factor, out.data_ptr(), lse.data_ptr(), workspace.data_ptr())
+        return out, lse
+
+    return launch
+
+
+_VALUES = attrgetter(*[field.name for field in fields(AttentionInputs)])
+_FORWARD = Launches(lambda *values: _forward_launch(AttentionInputs(*values)), describer)
 
 
 def sm90_reasons(problem: Problem) -> tuple[str, ...]:

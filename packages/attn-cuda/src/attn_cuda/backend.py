@@ -10,6 +10,7 @@ from attn_spec._sm90 import CONTRACT as SM90
 from attn_spec.torch import Operators, TorchBackend
 
 from attn_cuda._attention_launch import MAX_HEAD_DIM, AttentionKernels
+from attn_cuda._describer import describer
 from attn_cuda._extension import extension, unavailable
 from attn_cuda._prepared import prepare
 from attn_cuda._products_launch import ProductKernels
@@ -47,6 +48,7 @@ class _CudaKernels(SoftmaxKernels, ProductKernels, AttentionKernels, Sm90Kernels
     """Every kernel of the ``cuda`` engine."""
 
     prepare = staticmethod(prepare)
+    describer = staticmethod(describer)
 
 
 class CudaBackend(TorchBackend):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
@@ -14,15 +15,18 @@ from attn_spec.torch._arrays import platform
 from torch import Tensor
 
 from attn_triton import _attention_forward_kernel as kernel
+from attn_triton import _pairs_launch
 from attn_triton._configuration import Config, on_device, padded
 from attn_triton._pairs_launch import Pairs, pairs_of
+from attn_triton._pairs_launch import configs_of as pair_configs
 from attn_triton._problem import MAX_HEAD_DIM, Problem, attention_problem, block_sides, fresh_results, row_grid
+from attn_triton._remembered_launch import Kinds, Launches, kind_of, options_of, tensors_of
 from attn_triton._softmax_kernel import INTERPRETED
 
 __all__ = ["CONFIGS", "attention_forward", "check_supported"]
 
-
 _SELECT_COLUMNS = 128
+_KINDS = Kinds()
 
 
 @dataclass(frozen=True)
@@ -125,12 +129,21 @@ def check_supported(inputs: AttentionInputs) -> None:
 def attention_forward(inputs: AttentionInputs, out_dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """out (layout of q, V columns, ``out_dtype``), LSE, row max and row sum (float32, ``inputs.row_shape``)."""
     check_supported(inputs)
-    q = inputs.q
-    out, lse, row_max, row_sum = fresh_results(inputs, out_dtype)
+    q, given = inputs.q, tensors_of(inputs)
+    out, lse, row_max, row_sum = results = fresh_results(inputs, out_dtype)
     if lse.numel():
+        configs, few = pair_configs(inputs)
+        sign = math.copysign(1.0, inputs.scale)  # 0.0 equals -0.0
+        kind = kind_of(given, few, sign, _pairs_launch.WORKSPACE, out_dtype, *options_of(inputs))
+        launches = _KINDS.get(kind, configs)
         with on_device(q):
-            _forward(pairs_of(inputs, attention_problem(inputs)), out, (lse, row_max, row_sum))
-    return out, lse, row_max, row_sum
+            if launches is not None:
+                launches.again((*given, *results))
+            else:
+                launches = Launches((*given, *results), configs)
+                _forward(pairs_of(inputs, attention_problem(inputs), launches), out, (lse, row_max, row_sum))
+                _KINDS.keep(kind, launches)
+    return results
 
 
 def _forward(pairs: Pairs, out: Tensor, states: tuple[Tensor, Tensor, Tensor]) -> None:

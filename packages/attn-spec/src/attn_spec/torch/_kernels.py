@@ -85,7 +85,7 @@ class Kernels(Protocol):
     An engine of GPU kernels may have ``prepare(operation, arguments, wanted)`` too: for an accepted call of a registered operator without
     gradients, a function from the addresses of the tensors among ``arguments``, in order, to the results of the public function (one, or
     the first ``wanted``), or None. It is called again for other tensors of the same shapes, strides, dtypes, devices and alignment to 16
-    bytes, so it may read nothing else of them.
+    bytes, so it may read nothing else of them. With ``describer()`` the engine says which calls are of one kind faster than Python does.
     """
 
     def softmax_forward(self, scores: Tensor, mask: Tensor | None, out_dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:

@@ -26,7 +26,7 @@ from attn_spec.torch._arrays import dtype_name
 from attn_spec.torch._joint import JointLayout
 from attn_spec.torch._qat import QatOperators
 from attn_spec.torch._registration import register
-from attn_spec.torch._remembered import Remembered, remembered
+from attn_spec.torch._remembered import Remembered, python_describer, remembered
 
 if TYPE_CHECKING:
     from attn_spec.torch._backend import TorchBackend
@@ -50,7 +50,7 @@ class Operators(QatOperators):
         self._out_dtype: torch.dtype | None = None
         self._check = Acceptance(backend, engine)
         prepare = getattr(kernels, "prepare", None)
-        self._remembered = None if prepare is None else Remembered(prepare)
+        self._remembered = None if prepare is None else Remembered(prepare, getattr(kernels, "describer", python_describer))
         self._operations = register(namespace, kernels, backend.capabilities(engine))
 
     def __reduce__(self) -> tuple[Callable[..., Any], tuple[Any, ...]]:
@@ -180,8 +180,14 @@ class Operators(QatOperators):
         mask = None
         if prompt_mask is not None:
             mask = torch.cat((prompt_mask, prompt_mask.new_ones(q.shape[0], q.shape[2] - text)), dim=1)
-        out = self._run(1, (q, k, v, mask, mask, *(None,) * 10), False, scale, None, 0.0)[0]
+        out = self._among_all(q, k, v, mask, scale)
         return out[:, :, :text], out[:, :, text:]
+
+    @remembered
+    def _among_all(self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, scale: float | None) -> Tensor:
+        """Attention of every kept token to every kept token, of checked tensors; mask bool [B, S]."""
+        found: Tensor = self._run(1, (q, k, v, mask, mask, *(None,) * 10), False, scale, None, 0.0)[0]
+        return found
 
     @remembered
     def attention(
@@ -336,7 +342,7 @@ class Operators(QatOperators):
             if self._out_dtype is not None:
                 raise UnsupportedProblem(self._backend.name, [f"a float32 result with contract {contract} (ordered-v1 has it)"])
             sm90.score_factor(options[1], contract, "attention_varlen" if q.ndim == 3 else "attention")
-            found = self._operations["attention_sm90"](*tensors, *options)
+            found = self._operations["attention_sm90"](*tensors, *options, wanted=wanted)
         else:
             found = self._operations["attention"](*tensors, *options, self._out_dtype or v.dtype, wanted=wanted)
         return found
