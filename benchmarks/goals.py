@@ -180,9 +180,9 @@ TRITON_AV_CHAINS = Reason(
     "Two outputs a thread, and the next keys read ahead through registers.",
 )
 EAGER = Reason(
-    "It is time of the host, which differs between the hosts that were used: torch's dispatch, results and workspace, and Python "
-    "around them.",
-    "One operator registered in C++, which allocates the results and launches without Python.",
+    "It is time of the host, which differs between the hosts that were used: the launch, and mostly torch's allocation of results and "
+    "workspace.",
+    "Results and workspace from one allocation.",
 )
 FOUR_BIT = Reason(
     "The forward goes over the keys twice and the backward once more for delta; many short kernels wait for the host where it is busy.",
