@@ -62,6 +62,11 @@ def test_ordered_kernels_keep_the_rules(compiled, arch):
     assert {entry["name"]: broken(entry) for entry in of(compiled, arch) if broken(entry)} == {}
 
 
+def test_no_product_takes_a_transposed_product(compiled):
+    assert {entry["name"]: entry["transposed"] for entry in compiled if entry["transposed"]} == {}
+    assert {kernel(entry) for entry in compiled if entry["products"] > 1} >= set(PRODUCTS)
+
+
 def test_products_of_hopper_run_on_its_tensor_cores(compiled):
     for entry in of(compiled, "sm_90"):
         assert offences(entry) == [], entry["name"]
