@@ -48,5 +48,6 @@ def engine_on_cpu(name: str, library: Path) -> Iterator[None]:
     with (
         patch.object(_ffi, "load", lambda of="host": loaded if of == name else load(of)),
         patch.dict(_engines.ENGINES, {name: on_cpu}),
+        patch.dict(_ffi.HANDLERS, {name: dataclasses.replace(_ffi.HANDLERS[name], platform="cpu")}),
     ):
         yield

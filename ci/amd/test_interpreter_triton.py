@@ -8,6 +8,7 @@ import attention_calls as calls
 import pytest
 import torch
 from attn_reference._pytorch_kernels import KERNELS
+from attn_spec._errors import ContractViolation
 from attn_spec.testing.asserts import assert_bytes
 from attn_spec.torch import to_numpy
 from attn_triton import _attention_backward_launch, _attention_launch, _pairs_launch, _products_launch, _softmax_kernel, _softmax_launch
@@ -22,11 +23,19 @@ def test_the_kernels_are_compiled() -> None:
     assert not _softmax_kernel.INTERPRETED, "TRITON_INTERPRET=1 is set: these tests need compiled kernels"
 
 
-def equal(found: tuple[torch.Tensor, ...], expected: tuple[torch.Tensor, ...]) -> None:
-    """Zeros of a row maximum may have either sign, since that shows nowhere."""
-    assert len(found) == len(expected)
-    for place, (one, law) in enumerate(zip(found, expected, strict=True)):
-        assert_bytes(to_numpy(one + 0.0), to_numpy(law + 0.0), str(place))
+def equal(names: str, found: tuple[torch.Tensor, ...], expected: tuple[torch.Tensor, ...]) -> None:
+    """Zeros of a row maximum may have either sign, since that shows nowhere; no other result may."""
+    for name, one, law in zip(names.split(), found, expected, strict=True):
+        shift = 0.0 if name == "row_max" else -0.0  # the identity, but for the sign of a zero
+        assert_bytes(to_numpy(one + shift), to_numpy(law + shift), name)
+
+
+def test_the_sign_of_a_zero_is_compared() -> None:
+    zero, minus = torch.zeros(2), -torch.zeros(2)
+    equal("row_max", (minus,), (zero,))
+    for name in ("out", "dq"):
+        with pytest.raises(ContractViolation):
+            equal(name, (minus,), (zero,))
 
 
 @pytest.mark.parametrize(
@@ -44,8 +53,8 @@ def test_softmax(play: Play, target: str, dtype: torch.dtype, masked: bool) -> N
     assert [name for name, _ in launches] == ["softmax_forward", "softmax_backward"]
     assert all(module.executed("v_exp") == 0 and module.executed("v_mfma") == 0 for _, module in launches)
     expected = KERNELS.softmax_forward(scores, mask, dtype)
-    equal((probs, row_max, row_sum), expected)
-    equal((dscores,), (KERNELS.softmax_backward(upstream, scores, mask, *expected[1:]),))
+    equal("probs row_max row_sum", (probs, row_max, row_sum), expected)
+    equal("dscores", (dscores,), (KERNELS.softmax_backward(upstream, scores, mask, *expected[1:]),))
 
 
 def test_order_of_workgroups_moves_no_bit(play: Play) -> None:
@@ -55,15 +64,15 @@ def test_order_of_workgroups_moves_no_bit(play: Play) -> None:
         device.set_order(seed)
         with executing(device, _softmax_launch):
             found.append(_softmax_launch.softmax_forward(scores, None, torch.bfloat16))
-    equal(found[1], found[0])
-    equal(found[2], found[0])
+    equal("probs row_max row_sum", found[1], found[0])
+    equal("probs row_max row_sum", found[2], found[0])
 
 
 def test_products(play: Play) -> None:
     q, k = calls.normal(1, 2, 5, 40, seed=1, dtype=torch.bfloat16), calls.normal(1, 1, 70, 40, seed=2, dtype=torch.bfloat16)
     with executing(play("gfx90a"), _products_launch):
         scores = _products_launch.qk_gemm_forward(q, k, 0.3, torch.float32)
-    equal((scores,), (KERNELS.qk_gemm_forward(q, k, 0.3, torch.float32),))
+    equal("scores", (scores,), (KERNELS.qk_gemm_forward(q, k, 0.3, torch.float32),))
 
 
 ATTENTION = {
@@ -85,7 +94,7 @@ def test_attention(play: Play, kind: str) -> None:
     with executing(play(target), _pairs_launch) as launches:
         found = _attention_launch.attention_forward(call, call.v.dtype)
     assert {name for name, _ in launches} == {"pair_products", "tile_states", "merge_states", "to_probabilities", "row_sums"}
-    equal(found, KERNELS.attention_forward(call, call.v.dtype))
+    equal("out lse row_max row_sum", found, KERNELS.attention_forward(call, call.v.dtype))
 
 
 def test_attention_backward(play: Play) -> None:
@@ -97,4 +106,4 @@ def test_attention_backward(play: Play) -> None:
         found = _attention_backward_launch.attention_backward(call, dout, dlse, *state, needs)
     expected = KERNELS.attention_backward(call, dout, dlse, *state, needs)
     assert found.keys() == expected.keys()
-    equal(tuple(found[name] for name in expected), tuple(expected.values()))
+    equal(" ".join(expected), tuple(found[name] for name in expected), tuple(expected.values()))

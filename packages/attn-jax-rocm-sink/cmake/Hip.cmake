@@ -69,7 +69,8 @@ function(attn_add_hip_engine jaxlib_dir jaxlib_version)
     DEPENDS ${sources}
     COMMENT "HIP kernels for ${ATTN_HIP_ARCHITECTURES} with ${version}"
     VERBATIM)
-  add_library(attn_jax_rocm_sink_hip SHARED "${csrc}/xla/build.cc" "${csrc}/hip/engine.cc" "${csrc}/hip/handlers.cc" "${object}")
+  add_library(attn_jax_rocm_sink_hip SHARED "${csrc}/xla/build.cc" "${csrc}/hip/engine.cc" "${csrc}/hip/planning.cc"
+    "${csrc}/hip/handlers.cc" "${object}")
   target_link_libraries(attn_jax_rocm_sink_hip PRIVATE "${runtime}")
   target_include_directories(attn_jax_rocm_sink_hip PRIVATE "${ATTN_INCLUDE_DIR}")
   target_include_directories(attn_jax_rocm_sink_hip SYSTEM PRIVATE "${jaxlib_dir}/include")

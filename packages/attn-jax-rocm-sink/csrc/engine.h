@@ -11,9 +11,10 @@
 
 namespace attn::engine {
 
-class Engine {
+// What an engine runs and the workspace that it needs: questions that no device has to be there for.
+class Planner {
  public:
-  virtual ~Engine() = default;
+  virtual ~Planner() = default;
 
   virtual const char* name() const = 0;
 
@@ -37,6 +38,20 @@ class Engine {
     return plan;
   }
 
+ protected:
+  // Reasons of this engine, joined by "; "; empty when it runs the configuration.
+  virtual std::string refuse(const Config& config, Pass pass) const = 0;
+  // Adds the parts that a supported configuration needs.
+  virtual void size(const Config& config, Pass pass, Plan& plan) const = 0;
+
+  void require_supported(const Config& config, Pass pass) const {
+    const std::string reasons = supports(config, pass);
+    if (!reasons.empty()) throw InvalidCall(std::string("engine ") + name() + " does not run this call: " + reasons);
+  }
+};
+
+class Engine : public Planner {
+ public:
   void forward(const Config& config, const Tensors& tensors, void* workspace, int64_t bytes, void* stream) const {
     const Plan plan = prepare(config, Pass::forward, tensors);
     run_forward(config, tensors, Workspace(plan, workspace, bytes), stream);
@@ -48,20 +63,11 @@ class Engine {
   }
 
  protected:
-  // Reasons of this engine, joined by "; "; empty when it runs the configuration.
-  virtual std::string refuse(const Config& config, Pass pass) const = 0;
-  // Adds the parts that a supported configuration needs.
-  virtual void size(const Config& config, Pass pass, Plan& plan) const = 0;
   // Every pointer that `operands` and `results` list is given; the others are null. Throws InvalidCall or std::exception.
   virtual void run_forward(const Config& config, const Tensors& tensors, const Workspace& workspace, void* stream) const = 0;
   virtual void run_backward(const Config& config, const Tensors& tensors, const Workspace& workspace, void* stream) const = 0;
 
  private:
-  void require_supported(const Config& config, Pass pass) const {
-    const std::string reasons = supports(config, pass);
-    if (!reasons.empty()) throw InvalidCall(std::string("engine ") + name() + " does not run this call: " + reasons);
-  }
-
   Plan prepare(const Config& config, Pass pass, const Tensors& tensors) const {
     require_supported(config, pass);
     for (const auto& names : {operands(config, pass, kept()), results(config, pass, kept())})

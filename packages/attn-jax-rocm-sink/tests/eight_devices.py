@@ -16,6 +16,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from attn_jax_rocm_sink import attention
+from attn_spec import UnsupportedProblem
 from attn_spec._errors import ContractViolation
 from attn_spec.testing.asserts import assert_bytes
 from jax.sharding import AxisType, NamedSharding
@@ -256,6 +257,13 @@ def test_k_and_v_that_every_device_shares_are_refused_in_shard_map() -> None:
     specs = {name: P() if name in "kv" else P(None, "model") for name in arrays}
     with pytest.raises(ValueError, match="k is the same on all devices of mesh axis model and other arrays differ"):
         jax.jit(jax.shard_map(backward, mesh=mesh, in_specs=(specs,), out_specs={name: specs[name] for name in "qkv"}))(arrays)
+
+
+def test_an_engine_of_another_platform_is_refused_as_on_one_device() -> None:
+    """Not from within XLA, which lowers the kernels of several devices."""
+    arrays = placed(random_arrays(bias=None), *mesh_of("8 both"))
+    with pytest.raises(UnsupportedProblem, match=r"lowering for platform cpu \(supported: rocm by engine hip"):
+        jax.jit(lambda given: attention(given["q"], given["k"], given["v"], engine="hip"))(arrays)
 
 
 def test_vmap_of_sharded_calls_equals_a_loop() -> None:

@@ -169,8 +169,8 @@ def installed(fakes: Fakes, engine: str, monkeypatch: Any) -> Iterator[None]:
     load = _ffi.load
     monkeypatch.setattr(_ffi, "load", lambda name="host": library if name == engine else load(name))
     public = engine.removesuffix("_sm90")
-    usable = dataclasses.replace(_engines.ENGINES[public], unavailable=lambda: None)
+    usable = dataclasses.replace(_engines.ENGINES[public], unavailable=lambda: None, unplannable=lambda: None)
     if public != engine:
-        usable = dataclasses.replace(usable, sm90_reasons=lambda problem: ())
+        usable = dataclasses.replace(usable, sm90_reasons=lambda problem: (), sm90_unavailable=lambda: None)
     monkeypatch.setitem(_engines.ENGINES, public, usable)
     yield

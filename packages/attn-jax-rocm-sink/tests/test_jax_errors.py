@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from typing import Any
 
 import jax
@@ -124,19 +125,27 @@ def test_second_derivatives_are_refused_by_name() -> None:
         jax.jvp(lambda q: attention(q, **rest), (arrays["q"],), (arrays["q"],))
 
 
-def test_a_device_without_an_engine_is_refused_with_the_reason(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_no_engine_runs_is_refused_with_the_reasons_of_the_device(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("attn_jax_rocm_sink._attention.platform", lambda arrays, fallback: "tpu")
-    with pytest.raises(UnsupportedProblem, match=r"device tpu \(supported: cpu\)"):
-        attention(**jax_arrays(make_call()))
+    with pytest.raises(UnsupportedProblem, match=r"device tpu \(supported: cpu\)") as error:
+        attention(**jax_arrays(make_call()), contract="sm90-v1")
+    assert error.value.problem is not None
 
 
 def test_an_engine_that_is_not_usable_is_refused_with_the_reason(monkeypatch: pytest.MonkeyPatch) -> None:
-    import dataclasses
-
     broken = dataclasses.replace(_engines.ENGINES["host"], unavailable=lambda: "the library is gone")
-    monkeypatch.setattr("attn_jax_rocm_sink._attention.ENGINES", {"host": broken})
-    with pytest.raises(UnsupportedProblem, match="the library is gone"):
-        attention(**jax_arrays(make_call()))
+    monkeypatch.setitem(_engines.ENGINES, "host", broken)
+    for engine in (None, "host"):
+        with pytest.raises(UnsupportedProblem, match="lowering for platform cpu, engine host: the library is gone"):
+            jax.jit(lambda arrays, engine=engine: attention(**arrays, engine=engine))(jax_arrays(make_call()))
+
+
+@pytest.mark.skipif(_engines.ENGINES["ck"].unavailable() is None, reason="the ck engine runs here")
+def test_what_this_machine_lacks_stands_beside_the_other_reasons() -> None:
+    with pytest.raises(UnsupportedProblem) as error:
+        attention(**jax_arrays(make_call()), engine="ck")
+    dtype, state = error.value.reasons
+    assert dtype.startswith("dtype float32") and state == _engines.ENGINES["ck"].unavailable()
 
 
 def test_the_backend_refuses_what_it_lacks() -> None:

@@ -125,6 +125,39 @@ def test_arrays_may_be_lists_and_nothing_else() -> None:
 
 
 @pytest.mark.parametrize(
+    ("sinks", "error", "message"),
+    [
+        (jnp.ones((2, 4)), ValueError, r"sinks must have shape \[H\] = \[8\]; got \[2, 4\]"),
+        (jnp.ones((1, 8, 1, 1)), ValueError, r"sinks must have shape \[H\] = \[8\]; got \[1, 8, 1, 1\]"),
+        (jnp.ones(7), ValueError, r"sinks must have shape \[H\] = \[8\]; got \[7\]"),
+        (0.5, ValueError, r"sinks must have shape \[H\] = \[8\]; got \[\]"),
+        (jnp.ones(8, bool), TypeError, "sinks must be float32, bfloat16 or float16; got bool"),
+        (jnp.ones(8, jnp.int32), TypeError, "sinks must be float32, bfloat16 or float16; got int32"),
+        ([1] * 8, TypeError, "sinks must be float32, bfloat16 or float16; got int32"),
+        (np.ones(8), TypeError, "sinks must be float32, bfloat16 or float16; got float64"),
+        (jnp.ones(8) * 1j, TypeError, "sinks must be float32, bfloat16 or float16; got complex64"),
+    ],
+)
+@pytest.mark.parametrize("traced", [False, True])
+def test_other_sinks_are_refused_by_name(sinks: Any, error: type[Exception], message: str, traced: bool) -> None:
+    q, k, v = Q[:, :4, :8], KEY[:, :4, :1], VALUE[:, :4, :1]
+
+    def call(sinks: Any) -> jax.Array:
+        return LAYERS["global"](q, k, v, None, None, "train", sinks=sinks)
+
+    with pytest.raises(error, match=f"MaxTextAttention: {message}"):
+        jax.eval_shape(call, sinks) if traced and isinstance(sinks, jax.Array) else call(sinks)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
+def test_sinks_of_each_dtype_are_read_as_they_are(dtype: str) -> None:
+    q, k, v = Q[:, :4, :8], KEY[:, :4, :1], VALUE[:, :4, :1]
+    sinks = SINKS[:8].astype(dtype)
+    out = LAYERS["global"](q, k, v, None, None, "train", sinks=sinks)
+    assert_bytes(bits(out), bits(LAYERS["global"](q, k, v, None, None, "train", sinks=sinks.astype(jnp.float32))), "out")
+
+
+@pytest.mark.parametrize(
     ("options", "message"),
     [
         ({"attention_type": AttentionType.CHUNK}, "attention_type 'chunk' is not supported; supported: global, local_sliding, full"),

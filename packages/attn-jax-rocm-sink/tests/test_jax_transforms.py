@@ -125,11 +125,11 @@ def test_checkpoint_moves_no_bit() -> None:
 
 
 def kernel_calls(jaxpr: Any) -> list[str]:
-    """Names of the kernels that a program calls, in order; its compiled form may have fewer, as equal calls become one."""
+    """Directions of the kernels that a program calls, in order; its compiled form may have fewer, as equal calls become one."""
     found = []
     for equation in jaxpr.eqns:
-        if equation.primitive.name == "ffi_call":
-            found.append(equation.params["target_name"])
+        if equation.primitive.name == "attn_jax_rocm_sink":
+            found.append(equation.params["signature"].direction)
         for value in equation.params.values():
             inner = getattr(value, "jaxpr", value)
             found += kernel_calls(inner) if hasattr(inner, "eqns") else []
@@ -146,7 +146,7 @@ def test_a_policy_that_saves_the_results_spares_the_second_forward() -> None:
         return jax.value_and_grad(jax.checkpoint(lambda part: loss({}, part), policy=policy))
 
     again, saved = graded(jax.checkpoint_policies.nothing_saveable), graded(jax.checkpoint_policies.save_only_these_names(RESIDUALS))
-    names = [f"attn_jax_rocm_sink_host_{direction}" for direction in ("forward", "backward")]
+    names = ["forward", "backward"]
     assert kernel_calls(jax.make_jaxpr(again)(moving)) == [names[0], *names]
     assert kernel_calls(jax.make_jaxpr(saved)(moving)) == names
     same(jax.jit(saved)(moving), jax.jit(again)(moving), "saved results")

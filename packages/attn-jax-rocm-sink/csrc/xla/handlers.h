@@ -33,7 +33,7 @@ inline ffi::Error run(const Engine& engine, Pass pass, Memory memory, void* stre
   });
 }
 
-inline const char* answer_supports(const Engine& engine, int64_t pass, const int64_t* words, int64_t count) {
+inline const char* answer_supports(const Planner& engine, int64_t pass, const int64_t* words, int64_t count) {
   try {
     return answer(engine.supports(config_from(words, static_cast<size_t>(count)), static_cast<Pass>(pass)));
   } catch (const std::exception& error) {
@@ -42,7 +42,7 @@ inline const char* answer_supports(const Engine& engine, int64_t pass, const int
 }
 
 // A line "name offset bytes" for each part of the workspace, then " bytes"; or "! " and why there is no plan.
-inline const char* answer_plan(const Engine& engine, int64_t pass, const int64_t* words, int64_t count) {
+inline const char* answer_plan(const Planner& engine, int64_t pass, const int64_t* words, int64_t count) {
   try {
     const Plan plan = engine.plan(config_from(words, static_cast<size_t>(count)), static_cast<Pass>(pass));
     std::string text;

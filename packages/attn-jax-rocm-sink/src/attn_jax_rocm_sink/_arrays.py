@@ -18,6 +18,7 @@ __all__ = [
     "as_array",
     "check_known",
     "check_range",
+    "device_name",
     "from_numpy",
     "info",
     "integer_array",
@@ -42,7 +43,7 @@ def is_real(value: Any) -> bool:
     return isinstance(value, numbers.Real) and not isinstance(value, bool)
 
 
-def _device_name(device: jax.Device) -> str:
+def device_name(device: jax.Device) -> str:
     """Device name in problems: "cpu", "cuda", "rocm"; JAX calls both GPU kinds "gpu"."""
     if device.platform != "gpu":
         return str(device.platform)
@@ -52,7 +53,7 @@ def _device_name(device: jax.Device) -> str:
 def _own_devices(array: Any) -> set[str]:
     """Devices that an array is bound to; traced, numpy and uncommitted arrays go where the computation goes."""
     if isinstance(array, jax.Array) and not isinstance(array, jax.core.Tracer) and array.committed:
-        return {_device_name(device) for device in array.devices()}
+        return {device_name(device) for device in array.devices()}
     return set()
 
 
@@ -67,7 +68,7 @@ def platform(arrays: dict[str, Any], fallback: str | None) -> str:
     default = config.jax_default_device
     if isinstance(default, str):
         default = jax.local_devices(backend=default)[0]
-    return _device_name(default if default is not None else jax.local_devices()[0])
+    return device_name(default if default is not None else jax.local_devices()[0])
 
 
 def as_array(op: str, name: str, value: Any) -> jax.Array:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 import math
+from dataclasses import replace
 from typing import Any
 
 import jax
@@ -27,7 +28,7 @@ from attn_jax_rocm_sink._arrays import (
     seed_words,
     without_key_type,
 )
-from attn_jax_rocm_sink._engines import ENGINES, handlers_of, select
+from attn_jax_rocm_sink._engines import ENGINES, Engine, handlers_of, select
 from attn_jax_rocm_sink._ffi import HANDLERS
 from attn_jax_rocm_sink._vjp import Inputs, attention_with_lse
 
@@ -81,8 +82,9 @@ def attention(
         return_lse: also return the log-sum-exp.
         contract: "ordered-v1", which None is, or "sm90-v1": tensor-core attention of halves, head dims 64 and 128, on Hopper GPUs, and its
             bits on a CPU (256 too).
-        engine: "host", "cuda" or "hip"; None takes the one of the device. Only when named, and outside every contract: "ck", and "xla"
-            (plain jax.numpy on any device, [B, H, S, T] memory, traced lengths and positions are not checked: they are clamped).
+        engine: "host", "cuda" or "hip"; None takes the one of the platform that the call is lowered for, whatever machine traces it. Only
+            when named, and outside every contract: "ck", and "xla" (plain jax.numpy on any device, [B, H, S, T] memory, traced lengths and
+            positions are not checked: they are clamped).
 
     Returns:
         ``out`` [B, H, S, V] in the dtype of v, or ``(out, lse)`` with lse float32 [B, H, S], natural logarithm, sink included. A row
@@ -90,9 +92,9 @@ def attention(
         the reverse mode is first order only.
 
     Raises:
-        TypeError, ValueError: bad dtype, shape, device or option. UnsupportedProblem: no engine of this package runs it. JaxRuntimeError
-        with INVALID_ARGUMENT: traced lengths or positions out of range, found when engine "host" runs; kernels of a GPU cannot raise and
-        clamp them.
+        TypeError, ValueError: bad dtype, shape, device or option. UnsupportedProblem: no engine of this package runs it, or, when it is
+        lowered, none of that platform does. JaxRuntimeError with INVALID_ARGUMENT: traced lengths or positions out of range, found when
+        engine "host" runs; kernels of a GPU cannot raise and clamp them.
 
     Source: docs/contracts/ordered-v1.md, section 3; docs/contracts/sm90-v1.md.
     """
@@ -134,8 +136,9 @@ def _run(arguments: dict[str, Any], out_dtype: str | None) -> Outputs:
     arguments["dropout_seed"] = without_key_type(arguments["dropout_seed"])
     for name in _INTEGERS:
         arguments[name] = _one_for_each(arguments[name], arguments["q"])
-    problem, chosen = _check(arguments)
-    engine = handlers_of(chosen, problem.contract)
+    problem = _check(arguments)
+    named = arguments["engine"]
+    engine = problem.contract if named is None else handlers_of(named, problem.contract)
     if arguments["dropout_p"] > 0.0 and arguments["dropout_seed"] is None:
         raise ValueError("attention: dropout_p > 0 needs dropout_seed: JAX has no default generator to draw one from")
     left, right = (-1 if side is None else int(side) for side in (arguments["window"] or (None, None)))
@@ -170,7 +173,7 @@ def _run(arguments: dict[str, Any], out_dtype: str | None) -> Outputs:
     return (out, lse) if arguments["return_lse"] else out
 
 
-def _check(arguments: dict[str, Any]) -> tuple[Problem, str]:
+def _check(arguments: dict[str, Any]) -> Problem:
     arrays = {name: arguments[name] for name in ("q", "k", "v", "key_padding_mask", *_INTEGERS, "sinks", "bias")}
     options = {name: arguments[name] for name in _OPTIONS}
     if are_seed_words(options["dropout_seed"]):
@@ -186,22 +189,30 @@ def _check(arguments: dict[str, Any]) -> tuple[Problem, str]:
     if "kv_lengths" in options:
         described["kv_lengths"] = _described_lengths(options.pop("kv_lengths"), described["q"], device)
     problem = describe("attention", described, options, contract=arguments["contract"])
-    chosen = named or select(device)
-    reasons = _xla.reasons(arguments["contract"]) if chosen == _xla.NAME else _engine_reasons(problem, chosen, arguments["contract"])
+    reasons = _xla.reasons(arguments["contract"]) if named == _xla.NAME else _engine_reasons(problem, named, arguments["contract"])
     if reasons:
         from attn_spec._registry import runners
 
         raise UnsupportedProblem(NAME, reasons, problem, runners(problem, without=NAME))
-    return problem, chosen
+    return problem
 
 
-def _engine_reasons(problem: Problem, name: str, contract: str | None) -> tuple[str, ...]:
-    engine = ENGINES[name]
+def _engine_reasons(problem: Problem, named: str | None, contract: str | None) -> tuple[str, ...]:
+    """Why no platform runs the problem; without a named engine, the reasons of that of the problem's device.
+
+    What this machine lacks is a reason beside others alone: the call may be lowered for another one.
+    """
+    engine = ENGINES[named or select(problem.device)]
     reasons = engine.reasons(problem, contract)
-    if reasons:
-        return reasons
-    state = engine.unavailable()
-    return () if state is None else (state,)
+    if not reasons or (named is None and any(_runs_at_home(problem, other, contract) for other in ENGINES.values())):
+        return ()
+    return (*reasons, *filter(None, [engine.unavailable()]))
+
+
+def _runs_at_home(problem: Problem, engine: Engine, contract: str | None) -> bool:
+    """Whether an exact engine runs the problem on devices of its own."""
+    at_home = replace(problem, device=engine.capabilities.devices[0])
+    return engine.exact and not engine.capabilities.reasons(at_home) and not (at_home.contract == SM90 and engine.sm90_reasons(at_home))
 
 
 def _one_for_each(value: Any, q: Any) -> Any:

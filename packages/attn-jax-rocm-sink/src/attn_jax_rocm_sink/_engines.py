@@ -17,18 +17,22 @@ __all__ = ["ENGINES", "Engine", "handlers_of", "select"]
 
 @dataclass(frozen=True)
 class Engine:
-    """One implementation. ``unavailable`` gives the reason why it does not run on this machine, or None.
+    """One implementation. ``unavailable`` gives the reason why it does not run on this machine, or None; ``unplannable`` why a call of it
+    cannot even be lowered here for a machine that has its devices, or None.
 
     An engine that is not ``exact`` keeps no contract: it runs only when asked for by name, and its ``capabilities`` are for that case.
-    ``sm90_reasons`` gives what it lacks of contract sm90-v1 for a problem, where its capabilities have that contract.
+    ``sm90_reasons`` gives what it lacks of contract sm90-v1 for a problem, where its capabilities have that contract, and
+    ``sm90_unavailable`` what this machine lacks of it, where it has no other reason.
     """
 
     name: str
     capabilities: Capabilities
     unavailable: Callable[[], str | None]
+    unplannable: Callable[[], str | None]
     fingerprint: Callable[[], str]
     exact: bool = True
     sm90_reasons: Callable[[Problem], tuple[str, ...]] = lambda problem: ()
+    sm90_unavailable: Callable[[], str | None] = lambda: None
 
     def reasons(self, problem: Problem, contract: str | None) -> tuple[str, ...]:
         """Why ``problem`` is refused; ``contract`` is the one that the caller named."""
@@ -52,8 +56,20 @@ def _unavailable(engine: str, platform: str) -> str | None:
     return None
 
 
+def _missing(engine: str) -> str | None:
+    return _ffi.load(engine).reason
+
+
 def _cuda_unavailable() -> str | None:
     return _cuda.unavailable()
+
+
+def _cuda_unplannable() -> str | None:
+    return _cuda.load().reason
+
+
+def _cuda_sm90_unavailable() -> str | None:
+    return _cuda.sm90_unavailable()
 
 
 def _cuda_fingerprint() -> str:
@@ -78,6 +94,7 @@ ENGINES: Mapping[str, Engine] = {
         "host",
         Capabilities(devices=("cpu",), operators={"attention": OperatorSupport(_FEATURES)}, contracts=_CONTRACTS),
         partial(_unavailable, "host", "CPU"),
+        partial(_missing, "host"),
         lambda: _ffi.load().fingerprint,
     ),
     "cuda": Engine(
@@ -86,13 +103,16 @@ ENGINES: Mapping[str, Engine] = {
             devices=("cuda",), operators={"attention": OperatorSupport(_FEATURES - {"dropout"}, max_head_dim=256)}, contracts=_CONTRACTS
         ),
         _cuda_unavailable,
+        _cuda_unplannable,
         _cuda_fingerprint,
         sm90_reasons=_cuda_sm90_reasons,
+        sm90_unavailable=_cuda_sm90_unavailable,
     ),
     "hip": Engine(
         "hip",
         Capabilities(devices=("rocm",), operators={"attention": OperatorSupport(_FEATURES, max_head_dim=256)}),
         partial(_unavailable, "hip", "ROCm"),
+        partial(_missing, "host"),
         lambda: _ffi.load("hip").fingerprint,
     ),
     "ck": Engine(
@@ -104,6 +124,7 @@ ENGINES: Mapping[str, Engine] = {
             },
         ),
         partial(_unavailable, "ck", "ROCm"),
+        partial(_missing, "ck"),
         lambda: _ffi.load("ck").fingerprint,
         exact=False,
     ),

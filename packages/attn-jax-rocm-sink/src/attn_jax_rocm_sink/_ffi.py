@@ -20,11 +20,15 @@ import attn_jax_rocm_sink
 from attn_jax_rocm_sink._config import Config, config_of, on_device
 from attn_jax_rocm_sink._versions import release
 
-__all__ = ["BACKWARD", "FORWARD", "HANDLERS", "Handlers", "Library", "Part", "call", "load", "ordered_sum", "plan", "supports"]
+__all__ = ["BACKWARD", "FORWARD", "HANDLERS", "Handlers", "Library", "NoPlan", "Part", "call", "load", "ordered_sum", "plan", "supports"]
 
 FORWARD, BACKWARD = "forward", "backward"
 _PASS = {FORWARD: 0, BACKWARD: 1}
 _ORDERED_SUM = "attn_jax_rocm_sink_ordered_sum"
+
+
+class NoPlan(RuntimeError):
+    """The workspace of a call cannot be sized: the library that is asked, or the device whose size matters, is not here."""
 
 
 @dataclass(frozen=True)
@@ -34,7 +38,8 @@ class Handlers:
     ``kept`` names the results of forward that backward needs besides its inputs; ``devices`` gives the indices of the devices that a
     traced call may run on, where the workspace depends on the device. ``on_host`` engines convert small operands themselves; the others get
     those named in ``as_float32`` converted. ``static_alignment`` engines take no q_start, but know top-left from bottom-right alignment.
-    ``partial_dropout`` engines draw the dropout of a part of a batch, which begins at a batch item and head of the whole.
+    ``partial_dropout`` engines draw the dropout of a part of a batch, which begins at a batch item and head of the whole. ``planner`` names
+    handlers whose library answers for these where their own is not here: a plan needs neither device nor kernels.
     """
 
     file: str
@@ -46,10 +51,15 @@ class Handlers:
     as_float32: tuple[str, ...] = ("sinks", "bias")
     static_alignment: bool = False
     partial_dropout: bool = True
+    planner: str | None = None
 
 
 def _cuda_devices() -> tuple[int, ...]:
-    return tuple(device.local_hardware_id for device in jax.local_devices(backend="cuda"))
+    """All of this process; the first where JAX has none, for a call that is lowered for another machine."""
+    try:
+        return tuple(device.local_hardware_id for device in jax.local_devices(backend="cuda"))
+    except RuntimeError:
+        return (0,)
 
 
 _ROW_STATE, _OUTPUTS = ("row_max", "row_sum"), ("out", "lse")
@@ -67,7 +77,7 @@ HANDLERS: dict[str, Handlers] = {
     "cuda": Handlers("libattn_jax_rocm_sink.so", "missing.txt", "CUDA", _ROW_STATE, _cuda_devices),
     "host_sm90": Handlers("libattn_jax_rocm_sink.so", "missing.txt", "cpu", _OUTPUTS, on_host=True),
     "cuda_sm90": Handlers("libattn_jax_rocm_sink.so", "missing.txt", "CUDA", _OUTPUTS, _cuda_devices),
-    "hip": Handlers("libattn_jax_rocm_sink_hip.so", "missing-hip.txt", "ROCM", _ROW_STATE),
+    "hip": Handlers("libattn_jax_rocm_sink_hip.so", "missing-hip.txt", "ROCM", _ROW_STATE, planner="host"),
 }
 
 
@@ -154,13 +164,13 @@ def supports(engine: str, direction: str, config: Config) -> str:
 
 
 def plan(engine: str, direction: str, config: Config) -> tuple[int, tuple[Part, ...]]:
-    """Bytes of the workspace and its parts. Raises UnsupportedProblem for a configuration that the engine does not run."""
+    """Bytes of the workspace and its parts. Raises UnsupportedProblem for a configuration that the engine does not run, or NoPlan."""
     reasons = supports(engine, direction, config)
     if reasons:
         raise UnsupportedProblem(f"attn_jax_rocm_sink:{engine}", [f"{direction}: {reason}" for reason in reasons.split("; ")])
     text = _ask(engine, "plan", direction, config)
     if text.startswith("! "):
-        raise RuntimeError(f"attn_jax_rocm_sink: {text[2:]}")
+        raise NoPlan(text[2:])
     *parts, total = text.splitlines()
     return int(total), tuple(Part(name, int(offset), int(size)) for name, offset, size in (part.split(" ") for part in parts))
 
@@ -218,9 +228,11 @@ def _text(library: ctypes.CDLL, name: str) -> str:
 
 
 def _ask(engine: str, question: str, direction: str, config: Config) -> str:
-    library = load(engine)
+    library, planner = load(engine), HANDLERS[engine].planner
+    if library.handle is None and planner is not None:
+        library = load(planner)
     if library.handle is None:
-        raise RuntimeError(f"attn_jax_rocm_sink: engine {engine} is not usable: {library.reason}")
+        raise NoPlan(library.reason)
     function = getattr(library.handle, symbol(engine, question))
     function.restype = ctypes.c_char_p
     function.argtypes = [ctypes.c_int64, ctypes.c_void_p, ctypes.c_int64]

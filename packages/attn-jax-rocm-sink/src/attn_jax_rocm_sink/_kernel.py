@@ -8,7 +8,7 @@ from dataclasses import replace
 import jax
 import jax.numpy as jnp
 
-from attn_jax_rocm_sink import _ffi
+from attn_jax_rocm_sink import _ffi, _lowering
 from attn_jax_rocm_sink._manual_axes import vary, varying_axes
 from attn_jax_rocm_sink._signature import Signature
 
@@ -20,7 +20,7 @@ _FULL = (0, 1, 2, 3)
 def kernel(signature: Signature, operands: Mapping[str, jax.Array]) -> dict[str, jax.Array]:
     """The results that ``signature`` names. What it leaves unsummed is computed one batch item at a time."""
     if not signature.unsummed:
-        results = _ffi.call(signature.direction, operands, signature.structs(operands), dict(signature.attributes))
+        results = _lowering.call(signature, operands)
         axes = varying_axes(operands.values())
         return {name: vary(array, axes) for name, array in results.items()}
     batch, heads, queries = operands["q"].shape[:3]
@@ -50,7 +50,7 @@ def kernel(signature: Signature, operands: Mapping[str, jax.Array]) -> dict[str,
 def dropout_at(signature: Signature, seed: jax.Array, item: jax.Array | int, head: jax.Array | int) -> jax.Array:
     """The seed [4] of a part of a call that begins at this batch item and head of it, where the counters of dropout have them."""
     engine = dict(signature.attributes)["engine"]
-    if not _ffi.HANDLERS[engine].partial_dropout:
+    if not _lowering.traits(engine).partial_dropout:
         raise ValueError(
             f"attn_jax_rocm_sink: engine {engine} draws dropout for whole calls alone: not for a part of a batch, as sharding and the "
             "gradient of sinks over several devices need it"

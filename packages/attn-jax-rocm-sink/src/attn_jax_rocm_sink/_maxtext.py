@@ -86,12 +86,12 @@ class MaxTextAttention:
                 not are an error; a sequence of traced ones that do not is NaN.
             model_mode: "train", or "prefill", where key, value and segment ids come from ``cached_values``.
             cached_values: in prefill ``((key, value, decoder_segment_ids), None)``.
-            sinks: [H] logits.
+            sinks: [H] logits in float32, bfloat16 or float16.
             decoder_segment_ids_kv: segment ids of the keys where they differ.
 
         Raises:
             ValueError: a mode, cache or mask that this operator does not have; nothing is ignored. Segment ids or positions beyond int32.
-            TypeError: segment ids or positions that are no integers.
+            TypeError: segment ids or positions that are no integers; sinks of another dtype (ValueError: of another shape).
         """
         if model_mode == "prefill" and cached_values is not None:
             (key, value, decoder_segment_ids), cached_values = _cache(cached_values)
@@ -136,11 +136,23 @@ class MaxTextAttention:
             True,
             self.max_segments_per_seq,
             None if self.sliding_window_size is None else (self.sliding_window_size - 1, 0),
-            softmax_offset=None if sinks is None else as_array(_NAME, "sinks", sinks).astype(jnp.float32).reshape(1, -1, 1, 1),
+            softmax_offset=None if sinks is None else _offset(sinks, query.shape[2]),
             contract=self.contract,
             engine=self.engine,
         )
         return out if in_order is None else jnp.where(in_order[:, None, None, None], out, jnp.nan)
+
+
+def _offset(sinks: jax.Array, heads: int) -> jax.Array:
+    """``fused_attn``'s softmax_offset [1, H, 1, 1] of ``sinks`` [H]. TypeError for another dtype, ValueError for another shape."""
+    given = getattr(sinks, "dtype", None)  # jnp.asarray would narrow 64 bits
+    sinks = as_array(_NAME, "sinks", sinks)
+    dtype = sinks.dtype if given is None else given
+    if dtype not in (jnp.float32, jnp.bfloat16, jnp.float16):
+        raise TypeError(f"MaxTextAttention: sinks must be float32, bfloat16 or float16; got {dtype.name}")
+    if sinks.shape != (heads,):
+        raise ValueError(f"MaxTextAttention: sinks must have shape [H] = [{heads}]; got {list(sinks.shape)}")
+    return sinks.astype(jnp.float32).reshape(1, heads, 1, 1)
 
 
 def _cache(cached: Any) -> tuple[tuple[Any, Any, Any], Any]:

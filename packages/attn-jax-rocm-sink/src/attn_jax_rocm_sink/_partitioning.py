@@ -16,7 +16,9 @@ import jax
 from jax.experimental.custom_partitioning import custom_partitioning
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
+from attn_jax_rocm_sink._arrays import device_name
 from attn_jax_rocm_sink._kernel import dbias_of, dropout_at, kernel, ordered_sum
+from attn_jax_rocm_sink._lowering import require_usable
 from attn_jax_rocm_sink._signature import AXES, Signature
 
 __all__ = ["explicit", "partitioned"]
@@ -40,7 +42,12 @@ def partitioned(signature: Signature) -> Function:
     def infer(mesh: Mesh, arguments: Sequence[Any], results: Sequence[Any]) -> tuple[NamedSharding, ...]:
         return layout_of(mesh, arguments, results).shardings(mesh, signature.results)
 
-    whole.def_partition(partition, infer_sharding_from_operands=infer, sharding_rule=lambda _mesh, *types: _rule(signature, *types))
+    def rule(mesh: Mesh, operands: Sequence[Any], results: Sequence[Any]) -> tuple[str, dict[str, Any]]:
+        if not mesh.empty:  # the kernels are lowered inside XLA, which would wrap the refusal
+            require_usable(signature, device_name(mesh.devices.flat[0]))
+        return _rule(signature, operands, results)
+
+    whole.def_partition(partition, infer_sharding_from_operands=infer, sharding_rule=rule)
     return whole
 
 

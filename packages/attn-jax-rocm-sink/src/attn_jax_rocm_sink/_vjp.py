@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 
-from attn_jax_rocm_sink import _ffi, _primitive
+from attn_jax_rocm_sink import _lowering, _primitive
 from attn_jax_rocm_sink._kernel import dbias_of, ordered_sum
 from attn_jax_rocm_sink._manual_axes import missing_axes, vary, varying_axes
 from attn_jax_rocm_sink._signature import Signature
@@ -33,7 +33,8 @@ class Inputs:
 
     q [B, H, S, D], k [B, K, T, D], v [B, K, T, V]; key_padding_mask bool [B, T]; kv_lengths, q_start, k_start int32 or int64 [B];
     sinks [H]; bias [B|1, H|1, S|1, T|1]; dropout_seed uint32 [2], low word first. ``window_left`` and ``window_right`` are -1
-    without a bound. ``top_left`` stands for a q_start of 0 where the engine takes no q_start.
+    without a bound. ``engine`` names handlers, or a contract: then each platform has its own. ``top_left`` stands for a q_start of 0
+    where the engine takes no q_start.
     """
 
     q: jax.Array
@@ -103,7 +104,7 @@ def _forward(inputs: Inputs) -> dict[str, jax.Array]:
 
 
 def _kept(inputs: Inputs) -> tuple[str, ...]:
-    return _ffi.HANDLERS[inputs.engine].kept
+    return _lowering.traits(inputs.engine).kept
 
 
 @jax.custom_vjp
