@@ -170,13 +170,15 @@ def run(task: Task) -> tuple[list[Row], dict[str, str]]:
     job = Job(find_runners()[0], task.started)
     case = ALL_CASES[task.case]
     sampled = run_samples(job, case, task.dtype, Runner(get_backend(DEFINITION[0]), DEFINITION[1], "cpu"))
-    run_layer(job, case, task, sampled)
+    if task.engines and layer_runners(job, case.operator, None):
+        for call in under_each_contract(case.layer_call(task.dtype), task.dtype):
+            run_layer(job, case, task, call, sampled)
     return job.rows, job.digests
 
 
-def run_samples(job: Job, case: Layer, dtype: str, definition: Runner) -> dict[str, np.ndarray]:
-    """Every engine on every sampled call; returns the definition's attention results."""
-    kept: dict[str, np.ndarray] = {}
+def run_samples(job: Job, case: Layer, dtype: str, definition: Runner) -> dict[str | None, dict[str, np.ndarray]]:
+    """Every engine on every sampled call; returns the definition's attention results by contract (None: the default one)."""
+    kept: dict[str | None, dict[str, np.ndarray]] = {}
     for sample in case.sample_calls(dtype, definition.evaluate):
         for call in under_each_contract(sample.call, sample.dtype):
             start = time.perf_counter()
@@ -190,8 +192,8 @@ def run_samples(job: Job, case: Layer, dtype: str, definition: Runner) -> dict[s
             seconds = time.perf_counter() - start
             name = f"{call.op}{'' if call.contract is None else f' {call.contract}'} {sample.dtype}"
             job.say(f"{case.name} {name} sample ({sample.fraction:.2%}): {seconds:.1f} s by the definition")
-            if call.contract is None and call.op in ("attention", "attention_varlen"):
-                kept = expected
+            if call.op in ("attention", "attention_varlen"):
+                kept[call.contract] = expected
             run_sample(job, case.name, call, sample, definition, expected)
     return kept
 
@@ -232,15 +234,20 @@ def refuse(job: Job, runner: Runner, case: str, call: Call, dtype: str, fraction
     )
 
 
-def run_layer(job: Job, case: Layer, task: Task, sampled: Mapping[str, np.ndarray]) -> None:
-    """The whole layer on the engines that are quick enough: against each other, the recorded digests and the sample."""
-    dtype, recorded = task.dtype, task.recorded
-    able = [runner for runner in job.runners if runner.backend.runs_layers(runner.device, runner.engine) and runner.supports(case.operator)]
-    if not able[: task.engines]:
-        return
-    call = case.layer_call(dtype)
+def layer_runners(job: Job, op: str, contract: str | None) -> list[Runner]:
+    """Engines that run whole layers. Contracts but the default are of a GPU's tensor cores; no engine of the CPU is quick enough there."""
+    return [
+        runner
+        for runner in job.runners
+        if runner.backend.runs_layers(runner.device, runner.engine) and runner.supports(op) and (contract is None or runner.device != "cpu")
+    ]
+
+
+def run_layer(job: Job, case: Layer, task: Task, call: Call, sampled: Mapping[str | None, Mapping[str, np.ndarray]]) -> None:
+    """The whole layer on the engines that are quick enough: against each other, the recorded digests (default contract) and the sample."""
+    dtype, default = task.dtype, call.contract is None
     first: tuple[str, dict[str, np.ndarray]] | None = None
-    for runner in able[: task.engines]:
+    for runner in layer_runners(job, call.op, call.contract)[: task.engines]:
         start = time.perf_counter()
         try:
             found = runner.evaluate(call)
@@ -248,15 +255,17 @@ def run_layer(job: Job, case: Layer, task: Task, sampled: Mapping[str, np.ndarra
             refuse(job, runner, case.name, call, dtype, 1.0, refusal)
             continue
         seconds = time.perf_counter() - start
-        job.say(f"{case.name} {call.op} {dtype} layer by {runner.name} on {runner.device}: {seconds:.1f} s")
-        if first is None:
-            first = (runner.name, found)
-            job.digests.update({f"{case.name} {dtype} {name}": digest(array) for name, array in found.items()})
-            if recorded is not None:
-                check_digests(job, runner, case.name, call, dtype, seconds, recorded)
-            check_sample(job, runner, case, call, dtype, seconds, found, sampled)
-        else:
+        job.say(f"{case.name} {call.op} {call.contract or ''} {dtype} layer by {runner.name} on {runner.device}: {seconds:.1f} s")
+        if first is not None:
             record(job, runner, case.name, call, dtype, 1.0, seconds, found, first[1], first[0])
+            continue
+        first = (runner.name, found)
+        if default:
+            job.digests.update({f"{case.name} {dtype} {name}": digest(array) for name, array in found.items()})
+            if task.recorded is not None:
+                check_digests(job, runner, case.name, call, dtype, seconds, task.recorded)
+        if call.contract in sampled:
+            check_sample(job, runner, case, call, dtype, seconds, found, sampled[call.contract])
 
 
 def check_digests(job: Job, runner: Runner, case: str, call: Call, dtype: str, seconds: float, recorded: Mapping[str, str]) -> None:
@@ -286,6 +295,7 @@ def check_sample(job: Job, runner: Runner, case: Layer, call: Call, dtype: str, 
     expected = {name: sample[name].reshape(part[name].shape) for name in names}
     job.add(
         op=call.op,
+        contract=call.contract or default_contract(call.op, dtype, 1, runner.device),
         direction="both",
         dtype=dtype,
         case=case.name,

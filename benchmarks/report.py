@@ -11,6 +11,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 
 from attn_spec._environment import environment
+from attn_spec._registry import fingerprints
 
 STATUSES = ("equal", "close", "refused", "absent", "different")
 
@@ -39,7 +40,7 @@ class Row:
 def write(rows: Sequence[Row], folder: Path) -> None:
     """Write ``report.json`` and ``report.html``."""
     folder.mkdir(parents=True, exist_ok=True)
-    facts = {**environment(), "date": datetime.now(UTC).strftime("%Y-%m-%d %H:%M UTC")}
+    facts = {**environment(), "date": datetime.now(UTC).strftime("%Y-%m-%d %H:%M UTC"), "fingerprints": fingerprints()}
     (folder / "report.json").write_text(json.dumps({"environment": facts, "rows": [asdict(row) for row in rows]}, indent=1) + "\n")
     (folder / "report.html").write_text(_page(rows, facts))
 

@@ -3,7 +3,8 @@
 Peers: torch's scaled_dot_product_attention (cuDNN, flash), FlexAttention, and FlashAttention 3 and 4 where they can be imported (FA4 runs
 its deterministic backward). Rates count 4*D operations for each visible pair forward and 10*D backward, whatever a kernel recomputes.
 Decode is timed as a CUDA graph, with the bytes of the keys and values that it reads. Before anything is timed, rows of the output are
-compared in bytes with the CPU model, and errors against float64 are taken beside those of torch's flash attention.
+compared in bytes with the CPU model, out and all gradients of one backend with those of the other, and errors against float64 are taken
+beside those of torch's flash attention.
 
     python benchmarks/sm90_gpu.py --output sm90.json [--rounds 10] [--cases d128,d64-causal] [--peers fa3] [--add FILE]
 
@@ -206,6 +207,7 @@ def backward_of(operator: Callable[..., Any], data: tuple[Tensor, ...]) -> Call:
 def run_case(name: str, layer: Layer, backends: list[str], peers: list[str], report: Report, rounds: int, flush: Tensor) -> None:
     data = layer.tensors()
     ready: dict[str, dict[str, Call]] = {}
+    outputs: dict[str, list[Tensor]] = {}
     for contender, make in contenders(layer, backends).items():
         if contender not in (*backends, *peers):
             continue
@@ -216,10 +218,15 @@ def run_case(name: str, layer: Layer, backends: list[str], peers: list[str], rep
             ready[contender] = {"forward": forward_of(operator, layer, data)}
             if not layer.decode:
                 ready[contender]["backward"] = backward_of(operator, data)
+            if contender in backends:
+                with torch.no_grad():
+                    out = operator(*data[:3])
+                outputs[contender] = [out, *(ready[contender]["backward"]() if not layer.decode else ())]
         except (ImportError, RuntimeError, TypeError, UnsupportedProblem) as error:  # what a peer lacks here
             if contender in backends:
                 raise
             report.refuse(f"{contender} {name}", f"{type(error).__name__}: {error}".splitlines()[0][:200])
+    demand_same_bytes(outputs, f"out and gradients of {name}")
     for direction in ("forward", "backward"):
         calls = {contender: found[direction] for contender, found in ready.items() if direction in found}
         for contender, samples in interleaved(calls, rounds, flush).items():

@@ -14,6 +14,8 @@ from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
+import goals
+
 ROOT = Path(__file__).resolve().parents[1]
 DOCUMENT = ROOT / "docs" / "performance.md"
 RESULTS = ROOT / "benchmarks" / "results"
@@ -143,10 +145,11 @@ def decode(document: Document) -> str:
             microseconds(row["median_ms"]),
             microseconds(row.get("bound_ms", 0.0)),
             two_digits(row.get("of_bound", 0.0)),
+            NOTHING if (chain := goals.av_chain(row)) is None else two_digits(chain),
         ]
         for row in rows
     ]
-    return markdown(["queries x keys", "", "us", "chain of FMAs, us", "times the chain"], lines)
+    return markdown(["queries x keys", "", "us", "chain of FMAs, us", "times the chain", "P times the values, times the chain"], lines)
 
 
 def overhead(document: Document) -> str:
@@ -208,10 +211,17 @@ def tiles(document: Document) -> str:
 
 def sanitizer(document: Document) -> str:
     lines = [
-        [tool, str(total["parts"]), str(total["errors"]), ", ".join(total["parts_without_result"]) or "none", f"{total['seconds']:.0f}"]
+        [
+            tool,
+            str(total["parts"]),
+            str(total["errors"]),
+            str(total["false_reports"]),
+            ", ".join(total["parts_without_result"]) or "none",
+            f"{total['seconds']:.0f}",
+        ]
         for tool, total in document["tools"].items()
     ]
-    return markdown(["tool", "parts", "errors", "parts that did not end", "seconds"], lines)
+    return markdown(["tool", "parts", "errors", "false reports", "parts that did not end", "seconds"], lines)
 
 
 def kernel_profiles(document: Document) -> str:
@@ -245,7 +255,10 @@ def kernels_alone(document: Document) -> str:
 def forward_ideas(document: Document) -> str:
     """Cycles of the forward of sm90-v1 with an idea, over those without it in the same run."""
     cases = ("d128", "d128-causal", "d64")
-    lines = [[idea["idea"], *(f"{idea['of_before'][case]:.3f}" for case in cases)] for idea in document["forward"]]
+    lines = [
+        [idea["idea"], *(f"{idea['of_before'][case]:.3f}" if case in idea["of_before"] else "" for case in cases)]
+        for idea in document["forward"]
+    ]
     return markdown(["cycles, of those before", *cases], lines)
 
 
@@ -265,7 +278,25 @@ def four_bit(document: Document) -> str:
     return markdown(["heads x tokens", "", "forward, ms", "backward, ms", "step, ms", "of unquantized", "of 32x32 tiles"], lines)
 
 
-TABLES: dict[str, tuple[str, Callable[[Document], str]]] = {
+def goal_verdicts(*documents: Document) -> str:
+    """Every goal with what is wanted and reached, those missed in bold, and under the table why, and what to try next."""
+    lines = []
+    reasons: dict[goals.Reason, int] = {}
+    for verdict in goals.verdicts(dict(zip(goals.FILES, documents, strict=True))):
+        goal = verdict.goal
+        shown = [f"{value:.{goal.digits}f}" for value in verdict.reached.values()]
+        reached = [f"**{text}**" if label in verdict.missed else text for label, text in zip(verdict.reached, shown, strict=True)]
+        note = "met"
+        if verdict.missed:
+            note = "missed" if goal.reason is None else f"missed ({reasons.setdefault(goal.reason, len(reasons) + 1)})"
+        wanted = f"{'at most' if goal.at_most else 'at least'} {goal.wanted:g} {goal.unit}"
+        lines.append([f"{goal.what}: {' / '.join(verdict.reached)}", wanted, " / ".join(reached), note])
+    notes = "".join(f"{number}. {reason.why} Next: {reason.then[0].lower()}{reason.then[1:]}\n" for reason, number in reasons.items())
+    return markdown(["goal", "wanted", "reached", ""], lines) + ("\n" + notes if notes else NOTHING)
+
+
+TABLES: dict[str, tuple[str | tuple[str, ...], Callable[..., str]]] = {
+    "goals": (goals.FILES, goal_verdicts),
     "softmax": ("softmax-h200.json", lambda document: softmax(document, "forward")),
     "softmax-backward": ("softmax-h200.json", lambda document: softmax(document, "backward")),
     "softmax-few-rows": ("softmax-h200.json", few_rows),
@@ -290,13 +321,15 @@ TABLES: dict[str, tuple[str, Callable[[Document], str]]] = {
 
 
 def table(name: str, results: Path = RESULTS) -> str:
-    """The named table. Raises ValueError for an unknown name or a missing result file."""
+    """The named table. Raises ValueError for an unknown name or a missing result file, LookupError for a goal without its row."""
     if name not in TABLES:
         raise ValueError(f"unknown table {name!r}; known: {', '.join(TABLES)}")
-    source, make = TABLES[name]
-    if not (results / source).exists():
-        raise ValueError(f"table {name!r} is of {source}, which is not there")
-    return make(json.loads((results / source).read_text()))
+    sources, make = TABLES[name]
+    files = [results / source for source in ((sources,) if isinstance(sources, str) else sources)]
+    for file in files:
+        if not file.exists():
+            raise ValueError(f"table {name!r} is of {file.name}, which is not there")
+    return make(*(json.loads(file.read_text()) for file in files))
 
 
 def replaced(text: str, results: Path = RESULTS) -> str:

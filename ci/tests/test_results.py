@@ -15,7 +15,7 @@ import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
 RESULTS = ROOT / "benchmarks" / "results"
-MODULES = ("plots", "tables", "bars")
+MODULES = ("plots", "tables", "bars", "goals")
 MEASURED = ("softmax-h200.json", "attention-h200.json", "latency-h200.json", "tile-sweep-h200.json")
 
 
@@ -74,7 +74,7 @@ def test_a_chart_with_more_series_than_colours_is_refused(modules: SimpleNamespa
 def test_the_tables_in_the_document_are_current(modules: SimpleNamespace) -> None:
     document = modules.tables.DOCUMENT.read_text()
     assert modules.tables.replaced(document) == document, "run `python benchmarks/tables.py`"
-    assert {name for _, name, _ in modules.tables.PLACE.findall(document)} >= {"softmax", "attention", "products"}
+    assert {name for _, name, _ in modules.tables.PLACE.findall(document)} >= {"goals", "softmax", "attention", "products"}
 
 
 def test_a_changed_result_or_an_edited_figure_is_noticed(modules: SimpleNamespace, results: Path) -> None:
@@ -87,7 +87,7 @@ def test_a_changed_result_or_an_edited_figure_is_noticed(modules: SimpleNamespac
 
 
 def test_an_unknown_table_and_a_missing_file_are_named(modules: SimpleNamespace, tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match="unknown table 'none'; known: softmax"):
+    with pytest.raises(ValueError, match="unknown table 'none'; known: goals, softmax"):
         modules.tables.table("none")
     with pytest.raises(ValueError, match=r"softmax-h200\.json, which is not there"):
         modules.tables.table("softmax", tmp_path)
@@ -104,7 +104,15 @@ def test_a_result_file_says_how_it_was_made(name: str) -> None:
 
 LATENCY = {
     "results": [
-        {"case": "decode-1x8192", "contender": "attn_cuda", "direction": "forward", "median_ms": 0.05, "bound_ms": 0.02, "of_bound": 2.5},
+        {
+            "case": "decode-1x8192",
+            "contender": "attn_cuda",
+            "direction": "forward",
+            "median_ms": 0.05,
+            "bound_ms": 0.02,
+            "of_bound": 2.5,
+            "kernels_us": {"values_kernel": 30.0},
+        },
         {"case": "overhead attention", "contender": "attn_cuda", "direction": "eager", "median_ms": 0.012, "host_us": 12.0},
         {"case": "overhead attention", "contender": "torch", "direction": "eager", "median_ms": 0.02, "host_us": 20.0},
     ]
@@ -113,15 +121,15 @@ SWEEP = {
     "environment": {"accuracy": [{"tile": 64, "max_ulp": 2.5, "sum_relative": 1e-7}, {"tile": 64, "max_ulp": 1.5, "sum_relative": 3e-7}]},
     "results": [{"case": "8x9", "dtype": "float32", "contender": "tile 64", "direction": "forward", "median_ms": 1.0, "of_copy": 0.5}],
 }
-SANITIZED = {"tools": {"racecheck": {"errors": 0, "parts": 8, "parts_without_result": ["3/8"], "seconds": 71.4}}}
+SANITIZED = {"tools": {"racecheck": {"errors": 0, "false_reports": 2, "parts": 8, "parts_without_result": ["3/8"], "seconds": 71.4}}}
 
 
 def test_tables_of_the_other_files(modules: SimpleNamespace) -> None:
     tables = modules.tables
-    assert "| decode-1x8192 | attn_cuda | 50.0 | 20.0 | 2.50 |" in tables.decode(LATENCY)
+    assert "| decode-1x8192 | attn_cuda | 50.0 | 20.0 | 2.50 | 1.50 |" in tables.decode(LATENCY)
     assert "| attention | 12.0 | 20.0 |" in tables.overhead(LATENCY)
     assert "| 64 | 0.50 | 2.50 | 3.0e-07 |" in tables.tiles(SWEEP)
-    assert "| racecheck | 8 | 0 | 3/8 | 71 |" in tables.sanitizer(SANITIZED)
+    assert "| racecheck | 8 | 0 | 2 | 3/8 | 71 |" in tables.sanitizer(SANITIZED)
     ratio = {"case": "d128", "direction": "forward", "contender": "attn_cuda", "beside": "materialised", "times_faster": 21.5}
     assert "| d128 | forward | attn_cuda | materialised | 21.50 |" in tables.ratios({"ratios": [ratio]})
 

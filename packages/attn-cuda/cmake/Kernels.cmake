@@ -34,6 +34,8 @@ if(CMAKE_CUDA_ARCHITECTURES MATCHES "(^|;)90a(-real)?(;|$)")
   set(sm90 ON)
   set(hopper_kernels
       csrc/hopper/tensor_copy.cu
+      csrc/hopper/hole.cu
+      csrc/hopper/joint.cu
       csrc/hopper/forward.cu
       csrc/hopper/forward_whole.cu
       csrc/hopper/forward_segments.cu
@@ -85,7 +87,7 @@ foreach(library IN LISTS libraries)
   set_target_properties(${library} PROPERTIES POSITION_INDEPENDENT_CODE ON CUDA_RUNTIME_LIBRARY Static)
 endforeach()
 
-pybind11_add_module(_cuda MODULE csrc/module.cpp csrc/attention_module.cpp csrc/interface.cpp)
+pybind11_add_module(_cuda MODULE csrc/module.cpp csrc/attention_module.cpp csrc/kinds_module.cpp csrc/interface.cpp)
 target_link_libraries(_cuda PRIVATE attn_cuda_kernels)
 target_include_directories(_cuda PRIVATE "${attn_include}")
 if(sm90)

@@ -3,6 +3,7 @@
 #pragma once
 
 #include "attention_array.cuh"
+#include "attn/logical_keys.h"
 #include "launch.cuh"
 
 namespace attn_cuda {
@@ -91,21 +92,6 @@ struct Range {
 
 __device__ __forceinline__ Range no_range() { return Range{INT32_MAX, 0}; }
 
-// Number of logical keys that are stored before `stored`.
-__device__ __forceinline__ int32_t logical_before(const Item& item, int32_t stored) {
-  if (item.positions == nullptr) return stored;
-  int32_t low = 0, high = item.count;
-  while (low < high) {
-    const int32_t middle = low + (high - low) / 2;
-    if (item.positions[middle] < stored) {
-      low = middle + 1;
-    } else {
-      high = middle;
-    }
-  }
-  return low;
-}
-
 // The query mask is left out: see range_of.
 __device__ __forceinline__ Range positional_range(const Attention& problem, const Item& item, int32_t query) {
   const int64_t diagonal = query + item.offset;
@@ -114,7 +100,8 @@ __device__ __forceinline__ Range positional_range(const Attention& problem, cons
   if (problem.window_right >= 0 && diagonal + problem.window_right + 1 < end) end = diagonal + problem.window_right + 1;
   if (problem.window_left >= 0 && diagonal - problem.window_left > begin) begin = diagonal - problem.window_left;
   if (begin >= end) return no_range();
-  const int32_t first = logical_before(item, static_cast<int32_t>(begin)), last = logical_before(item, static_cast<int32_t>(end));
+  const int32_t first = attn::logical_before(item.positions, item.count, static_cast<int32_t>(begin));
+  const int32_t last = attn::logical_before(item.positions, item.count, static_cast<int32_t>(end));
   return first < last ? Range{item.shift + first, item.shift + last} : no_range();
 }
 

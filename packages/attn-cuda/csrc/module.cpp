@@ -82,6 +82,7 @@ int capability(int device) {
 }  // namespace
 
 void define_attention(py::module_& module);
+void define_kinds(py::module_& module);
 #ifdef ATTN_CUDA_SM90
 void define_sm90(py::module_& module);
 #endif
@@ -105,6 +106,7 @@ PYBIND11_MODULE(_cuda, module) {
   module.def("probe", &probe);
   module.def("capability", &capability);
   define_attention(module);
+  define_kinds(module);
 #ifdef ATTN_CUDA_SM90
   module.attr("SM90") = true;
   define_sm90(module);

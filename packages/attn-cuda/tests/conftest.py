@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -23,6 +24,19 @@ def cuda() -> torch.device:
     reason = BACKEND.unavailable("cuda")
     assert reason is None, reason
     return torch.device("cuda", torch.cuda.current_device())
+
+
+@pytest.fixture(autouse=True)
+def poisoned() -> Iterator[None]:
+    """Memory that torch hands out uninitialised holds NaN, so that an element which no kernel writes shows; torch does so in its
+    deterministic mode alone, which only warns here."""
+    settings: Any = torch.utils.deterministic
+    mode, fills = torch.get_deterministic_debug_mode(), settings.fill_uninitialized_memory
+    torch.set_deterministic_debug_mode("warn")
+    settings.fill_uninitialized_memory = True
+    yield
+    settings.fill_uninitialized_memory = fills
+    torch.set_deterministic_debug_mode(mode)
 
 
 @pytest.fixture(scope="session")

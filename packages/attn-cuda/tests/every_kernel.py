@@ -191,6 +191,11 @@ def tensor_core_packed(dtype: torch.dtype, width: int) -> None:
     backward(attn_cuda.attention_varlen(q, k, v, offsets, offsets, seqlens_q=used, seqlens_k=used, contract=SM90), arrays)
 
 
+def tensor_core_joint(dtype: torch.dtype, width: int, text: int) -> None:
+    parts = [leaf(2, heads, length, width, dtype=dtype) for length in (text, 150) for heads in (4, 2, 2)]
+    backward(attn_cuda.joint_attention(*parts, prompt_mask=kept(2, text), contract=SM90), parts)
+
+
 def tensor_core_problems() -> Iterator[Work]:
     """Contract sm90-v1 where the device has it: each width and dtype with every kind of mask, segments that are merged, and sinks."""
     if BACKEND.reasons(Problem(op="attention", dtype="bfloat16", device=DEVICE, contract=SM90, head_dim=64, value_dim=64)):
@@ -207,6 +212,8 @@ def tensor_core_problems() -> Iterator[Work]:
             many = Sizes(140, 140, 3, 9, width, width)
             yield Work(f"{name} more blocks than processors", partial(attention, many, dtype, contract=SM90))
             yield Work(f"{name} packed", partial(tensor_core_packed, dtype, width))
+            for text in (0, 70, 1100):
+                yield Work(f"{name} joint, {text} text rows", partial(tensor_core_joint, dtype, width, text))
 
 
 def problems() -> list[Work]:

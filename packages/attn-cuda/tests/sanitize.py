@@ -6,6 +6,10 @@ Each part runs once without a tool, which records the kernels that it launches; 
 module but those that only a device with less shared memory chooses. Parts go round the visible GPUs. Where one run has too little time,
 ``--add`` takes the parts that ended clean in an earlier run of the same build from its result file. Exits 1 on an error, a part that did
 not end, or a kernel left out.
+
+racecheck does not follow the order between the reads of what a bulk copy brought and the next copy to that place: racecheck_control.cu is
+such a ring by itself. Where the tool reports that one too, which is free of races, its reports of the kernel with such a ring are counted
+as false ones.
 """
 
 from __future__ import annotations
@@ -22,7 +26,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass
 from datetime import UTC, datetime
@@ -36,17 +40,24 @@ OWN_KERNELS = ("--kernel-name", "kns=attn_cuda")
 SUMMARY = re.compile(r"(?:ERROR SUMMARY: (\d+) error|RACECHECK SUMMARY: \d+ hazards? displayed \((\d+) errors?, (\d+) warnings?\))")
 LESS_SHARED_MEMORY = re.compile(r"::(?:(?:attention_forward|query_sums|key_sums)_kernel<\d+, [24]>|bias_sums_kernel<16>)")
 FIRST_PORT = 49152
+CONTROL = Path(__file__).with_name("racecheck_control.cu")
+AS_THE_KERNEL, RACE_OF_RING = "one lane arrives for its warp", "readers arrive before they read"
+CONTROLS = {AS_THE_KERNEL: "0", "every reader arrives": "1", RACE_OF_RING: "2"}
+RACE = re.compile(r"Error: Race reported between \w+ access at (?:void )?(.*?)\+0x")
+READS_BULK_COPIES = re.compile(r"attn_cuda::hopper::<unnamed>::key_gradients_kernel<")
 
 
 @dataclass(frozen=True)
 class Outcome:
-    """Of one tool on one part: errors (None: the part did not end), the tool's last lines where there were any, and the time it took."""
+    """Of one tool on one part: errors (None: the part did not end), how many of them are races that READS_BULK_COPIES names, the tool's
+    last lines where there were any, and the time it took."""
 
     tool: str
     part: str
     errors: int | None
     seconds: float
     text: str = ""
+    in_rings: int = 0
 
 
 def demangled(names: Iterable[str]) -> list[str]:
@@ -117,7 +128,25 @@ def checked(sanitizer: str, tool: str, part: str, port: int, device: str, deadli
     ended = code == 0 and errors == 0 and "problems ran" in output
     if code is None:
         return Outcome(tool, part, None, seconds, f"stopped after {seconds} s")
-    return Outcome(tool, part, errors if errors or ended else None, seconds, "" if ended else tail(output))
+    in_rings = sum(READS_BULK_COPIES.match(kernel) is not None for kernel in RACE.findall(output))
+    return Outcome(tool, part, errors if errors or ended else None, seconds, "" if ended else tail(output), in_rings)
+
+
+def control_reports(sanitizer: str, folder: Path, deadline: float) -> dict[str, int | None]:
+    """What racecheck counts on each ring of racecheck_control.cu."""
+    import attn_spec
+    import torch
+
+    program, sources = folder / "control", Path(__file__).parents[1] / "csrc"
+    major, minor = torch.cuda.get_device_capability()
+    target = f"sm_{major}{minor}{'a' if major == 9 else ''}"
+    include = ["-I", str(sources), "-I", str(Path(attn_spec.__file__).parent / "include")]
+    subprocess.run([tool_path("nvcc"), "-std=c++17", "-O3", f"-arch={target}", *include, str(CONTROL), "-o", str(program)], check=True)
+    found = {}
+    for name, way in CONTROLS.items():
+        code, output, _ = run([sanitizer, "--tool", "racecheck", "--error-exitcode", "9", str(program), way], deadline)
+        found[name] = summarised(output) if code in (0, 9) and "no error" in output else None
+    return found
 
 
 def parts_of(tool: str, parts: int) -> list[str]:
@@ -152,21 +181,26 @@ def version(sanitizer: str) -> str:
     return output.strip().splitlines()[-1]
 
 
-def report(outcomes: list[Outcome], kernels: list[str], launched: set[str], tools: Sequence[str]) -> dict[str, Any]:
-    """The result file's text: a total and the parts of each tool, and which kernels they covered."""
-    missing, other_devices = left_out(kernels, launched)
+def report(
+    outcomes: list[Outcome], kernels: list[str], launched: set[str], tools: Sequence[str], controls: Mapping[str, int | None]
+) -> dict[str, Any]:
+    """The result file's text: a total and the parts of each tool, what racecheck says of its controls, and which kernels were covered."""
     totals = {}
+    missing, other_devices = left_out(kernels, launched)
+    misled = bool(controls.get(AS_THE_KERNEL) and controls.get(RACE_OF_RING))
     for tool in tools:
         rows = [outcome for outcome in outcomes if outcome.tool == tool]
         unended = [outcome.part for outcome in rows if outcome.errors is None]
         totals[tool] = {
-            "errors": sum(outcome.errors or 0 for outcome in rows),
+            "errors": sum((outcome.errors or 0) - outcome.in_rings * misled for outcome in rows),
+            "false_reports": sum(outcome.in_rings * misled for outcome in rows),
             "parts": len(rows),
             "parts_without_result": unended,
             "seconds": round(sum(outcome.seconds for outcome in rows), 1),
         }
     return {
         "tools": totals,
+        "controls": dict(controls),
         "kernels": {
             "in_module": len(kernels),
             "launched": len(launched & set(kernels)),
@@ -220,6 +254,7 @@ def main() -> None:
         places = zip(work, itertools.count(FIRST_PORT, 16), itertools.cycle(devices), strict=False)
         running = [pool.submit(checked, sanitizer, *item, port, device, deadline) for item, port, device in places]
         outcomes = [*(outcome for outcome, _ in unchecked), *(outcome for outcome in taken if (outcome.tool, outcome.part) in every)]
+        controls = control_reports(sanitizer, Path(folder), deadline) if "racecheck" in tools else {}
         for future in running:
             outcome = future.result()
             outcomes.append(outcome)
@@ -228,10 +263,10 @@ def main() -> None:
         "environment": {**environment(), "date": datetime.now(UTC).isoformat(timespec="seconds"), "fingerprint": module.FINGERPRINT},
         "sanitizer": version(sanitizer),
         "command": " ".join(["python", *sys.argv]),
-        **report(outcomes, module_kernels(listing), {name for _, names in unchecked for name in names}, tools),
+        **report(outcomes, module_kernels(listing), {name for _, names in unchecked for name in names}, tools, controls),
     }
     options.output.write_text(json.dumps(document, indent=1) + "\n")
-    print(json.dumps({"tools": document["tools"], "kernels": document["kernels"]}, indent=1))
+    print(json.dumps({name: document[name] for name in ("tools", "controls", "kernels")}, indent=1))
     if not succeeded(document):
         raise SystemExit("sanitize: see the errors, parts and kernels above")
 

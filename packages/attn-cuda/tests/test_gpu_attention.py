@@ -44,6 +44,29 @@ def test_pairs_beyond_the_workspace_are_computed_again(cuda: torch.device, asser
             assert_same_bits(got[:, part], wanted, f"head {head}: {name}")
 
 
+@pytest.mark.parametrize(("head_dim", "blocks", "warp"), ((64, 2, 36 << 10), (128, 2, 41 << 10), (200, 1, 48 << 10)))
+def test_the_backward_stays_within_its_workspace(cuda: torch.device, head_dim: int, blocks: int, warp: int) -> None:
+    """dq has the workspace of the forward; for dk and dv a warp has ``warp`` bytes, eight of a block, ``blocks`` on a multiprocessor.
+
+    Control: P of all rows would take more.
+    """
+    heads, queries, keys = 24, 2048, 6000
+    generator = torch.Generator(cuda).manual_seed(3)
+    q, dout = (torch.randn(1, heads, queries, head_dim, generator=generator, device=cuda).bfloat16() for _ in range(2))
+    k, v = (torch.randn(1, heads, keys, head_dim, generator=generator, device=cuda).bfloat16() for _ in range(2))
+    leaves = [tensor.requires_grad_() for tensor in (q, k, v)]
+    out = attn_cuda.attention(*leaves, causal=False)
+    torch.cuda.synchronize()
+    torch.cuda.reset_peak_memory_stats()
+    before = torch.cuda.memory_allocated()
+    gradients = torch.autograd.grad(out, leaves, dout)
+    torch.cuda.synchronize()
+    used = torch.cuda.max_memory_allocated() - before - sum(gradient.nbytes for gradient in gradients)
+    bound = WORKSPACE + torch.cuda.get_device_properties(cuda).multi_processor_count * 8 * blocks * warp + (8 << 20)
+    assert used <= bound, (used, bound)
+    assert bound < 4 * heads * queries * keys, "P would fit: the test would show nothing"
+
+
 def test_the_order_of_work_moves_no_bit(cuda: torch.device, assert_same_bits: Same) -> None:
     """Grouped causal heads, whose blocks are taken by weight, against each head with its own copy of the keys."""
     heads, kv_heads, length, head_dim = 24, 3, 1024, 64

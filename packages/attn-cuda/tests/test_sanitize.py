@@ -62,8 +62,8 @@ def test_kernels_of_the_module_are_named_as_the_profiler_names_them() -> None:
     assert sanitize.left_out(kernels, kernels) == ([], [])
 
 
-def outcome(tool: str, errors: int | None) -> Any:
-    return sanitize.Outcome(tool, "1/1", errors, 2.0)
+def outcome(tool: str, errors: int | None, in_rings: int = 0) -> Any:
+    return sanitize.Outcome(tool, "1/1", errors, 2.0, "", in_rings)
 
 
 @pytest.mark.parametrize(
@@ -80,14 +80,30 @@ def test_it_succeeds_only_when_every_tool_ended_clean_on_every_kernel(
     outcomes: list[tuple[str, int | None]], kernels: list[str], good: bool
 ) -> None:
     found = [outcome("none", 0), *(outcome(*one) for one in outcomes)]
-    document = sanitize.report(found, kernels, {"a"}, ("memcheck", "racecheck"))
+    document = sanitize.report(found, kernels, {"a"}, ("memcheck", "racecheck"), {})
     assert sanitize.succeeded(document) is good
     assert document["tools"]["racecheck"]["parts"] == sum(tool == "racecheck" for tool, _ in outcomes)
 
 
+@pytest.mark.parametrize(
+    ("counts", "errors", "false_reports"),
+    [((8, 8, 8), 1, 2), ((8, 0, 8), 1, 2), ((0, 0, 8), 3, 0), ((8, 8, 0), 3, 0), ((None, 8, 8), 3, 0)],
+)
+def test_reports_of_rings_are_false_only_where_the_tool_reports_the_control(
+    counts: tuple[int | None, ...], errors: int, false_reports: int
+) -> None:
+    found = [outcome("none", 0), outcome("racecheck", 3, 2)]
+    controls = dict(zip(sanitize.CONTROLS, counts, strict=True))
+    document = sanitize.report(found, ["a"], {"a"}, ("racecheck",), controls)
+    assert not sanitize.succeeded(document)
+    assert document["tools"]["racecheck"]["errors"] == errors and document["tools"]["racecheck"]["false_reports"] == false_reports
+    document = sanitize.report([outcome("none", 0), outcome("racecheck", 2, 2)], ["a"], {"a"}, ("racecheck",), controls)
+    assert sanitize.succeeded(document) is (false_reports > 0)
+
+
 def test_parts_that_ended_clean_are_taken_from_an_earlier_run_of_the_same_build() -> None:
     found = [outcome("none", 0), outcome("racecheck", 0), outcome("racecheck", None), outcome("memcheck", 1)]
-    document = {"environment": {"fingerprint": "a"}, **sanitize.report(found, ["k"], {"k"}, ("racecheck",))}
+    document = {"environment": {"fingerprint": "a"}, **sanitize.report(found, ["k"], {"k"}, ("racecheck",), {})}
     assert sanitize.earlier(document, "a") == [outcome("racecheck", 0)]
     with pytest.raises(ValueError, match="build a, and this is b"):
         sanitize.earlier(document, "b")
@@ -105,7 +121,13 @@ assert sys.argv[1:3] == ["--tool", "racecheck"] and sys.argv[-2:] == ["--part", 
     [
         ("print('9 problems ran'); print('========= RACECHECK SUMMARY: 0 hazards displayed (0 errors, 0 warnings)')", 0),
         ("print('========= RACECHECK SUMMARY: 0 hazards displayed (0 errors, 0 warnings)'); sys.exit(1)", None),
-        ("print('9 problems ran'); print('========= RACECHECK SUMMARY: 2 hazards displayed (2 errors, 0 warnings)'); sys.exit(9)", 2),
+        (
+            "print('9 problems ran'); print('========= Error: Race reported between Write access at void attn_cuda::hopper::<unnamed>::"
+            "key_gradients_kernel<attn::bfloat16, (int)64>(Call)+0x82'); print('========= Error: Race reported between Write access at "
+            "void attn_cuda::other_kernel(Call)+0x82'); print('========= RACECHECK SUMMARY: 2 hazards displayed (2 errors, 0 warnings)'); "
+            "sys.exit(9)",
+            2,
+        ),
         ("import time; time.sleep(60)", None),
     ],
 )
@@ -114,7 +136,7 @@ def test_a_tool_that_fails_or_does_not_end_has_no_result(tmp_path: Path, body: s
     tool.write_text(TOOL.format(python=sys.executable, body=body))
     tool.chmod(0o755)
     found = sanitize.checked(str(tool), "racecheck", "1/2", 50000, "0", time.monotonic() + (0.5 if "sleep" in body else 30))
-    assert found.errors == errors and bool(found.text) == (errors != 0)
+    assert found.errors == errors and bool(found.text) == (errors != 0) and found.in_rings == (1 if errors == 2 else 0)
 
 
 @pytest.fixture

@@ -141,13 +141,17 @@ def test_hopper_runs_attention_of_its_contract_with_gradients(machine: Machine) 
     features = frozenset({"causal", "window", "sinks", "kv_lengths", "q_start", "k_start", "return_lse", "gradient"})
     assert BACKEND.reasons(tensor_core_problem(features=features)) == ()
     assert BACKEND.reasons(tensor_core_problem(op="attention_varlen", head_dim=64, value_dim=64)) == ()
+    joint = tensor_core_problem(op="joint_attention", features=frozenset({"prompt_mask", "gradient"}))
+    assert BACKEND.reasons(joint) == ()
 
 
 @pytest.mark.parametrize(
     ("problem", "reason"),
     [
-        ({"head_dim": 256, "value_dim": 256}, "head_dim=256 with contract sm90-v1 (supported: 64, 128; others: ordered-v1)"),
-        ({"op": "joint_attention"}, "joint_attention with contract sm90-v1 (supported: attention, attention_varlen)"),
+        (
+            {"head_dim": 256, "value_dim": 256},
+            "head_dim=256 with contract sm90-v1 (supported: 64, 128; attn_triton: 256 too; others: ordered-v1)",
+        ),
     ],
 )
 def test_what_the_hopper_kernels_lack_is_refused_with_its_reason(machine: Machine, problem: dict[str, Any], reason: str) -> None:

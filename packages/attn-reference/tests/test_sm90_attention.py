@@ -268,3 +268,11 @@ def test_other_dtypes_widths_and_scales_are_refused(engine: ModuleType) -> None:
         engine.attention(q, q, q, scale=-0.5, contract=CONTRACT)
     with pytest.raises(UnsupportedProblem, match="a float32 result with contract sm90-v1"):
         engine.FUNCTIONS["attention.forward_fp32"](q, q, q, contract=CONTRACT)
+
+
+def test_a_call_compiles_to_one_graph() -> None:
+    q, k, v = normal(0, 1, 2, 8, 64), normal(1, 1, 2, 40, 64), normal(2, 1, 2, 40, 64)
+    compiled = torch.compile(attn_reference.attention, fullgraph=True, backend="eager")
+    assert same_bytes(compiled(q, k, v, contract=CONTRACT), attn_reference.attention(q, k, v, contract=CONTRACT))
+    with pytest.raises(Exception, match="contract sm90-v1 needs scale"):
+        compiled(q, k, v, scale=-1.0, contract=CONTRACT)

@@ -2,6 +2,7 @@
 #include <cstdint>
 
 #include "attn/float_bits.h"
+#include "attn/logical_keys.h"
 #include "attn/ordered.h"
 #include "attn/philox.h"
 #include "attn/sm90.h"
@@ -53,6 +54,8 @@ void ex2_all(const float* in, const float* table, float* out, int64_t n) {
 void step_all(const float* c, const float* a, const float* b, float* out, int64_t n) {
   for (int64_t i = 0; i < n; ++i) out[i] = attn::sm90::tensor_step(c[i], a + 16 * i, 1, b + 16 * i, 1, -126);
 }
+
+int32_t keys_before(const int32_t* positions, int32_t count, int32_t stored) { return attn::logical_before(positions, count, stored); }
 
 float lse(float max, float sum) { return attn::log_sum_exp({max, sum}); }
 

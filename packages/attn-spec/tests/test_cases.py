@@ -38,7 +38,7 @@ def test_joint_samples_run_every_joint_operator(name):
         return {output: np.zeros((1, heads, rows, case.keys), np.float32) for output in ("scores", "probs")}
 
     operators = [sample.call.op for sample in case.sample_calls("bfloat16", reference)]
-    assert set(operators) == {"joint_attn_qk_gemm", "joint_attn_softmax", "joint_attn_av_gemm", "attention"}
+    assert set(operators) == {"joint_attn_qk_gemm", "joint_attn_softmax", "joint_attn_av_gemm", "attention", "joint_attention"}
 
 
 def test_cases_keep_the_true_sizes_of_their_models():

@@ -269,3 +269,12 @@ def test_the_step_is_the_text_of_sm90_v1(library: ctypes.CDLL) -> None:
     pointers = [ctypes.c_void_p(array.ctypes.data) for array in (c, a, b, found)]
     library.step_all(*pointers, ctypes.c_int64(len(rows)))
     assert_bytes(found, np.array([row[3] for row in rows], F32), "steps")
+
+
+def test_logical_keys_before_a_stored_one(library: ctypes.CDLL) -> None:
+    for stored in ([], [0], [3], [0, 1, 4, 9, 10], list(range(2, 40, 3))):
+        positions = np.array(stored, np.int32)
+        for key in range(45):
+            found = library.keys_before(ctypes.c_void_p(positions.ctypes.data), len(stored), key)
+            assert found == sum(position < key for position in stored), (stored, key)
+    assert library.keys_before(None, 5, 3) == 3

@@ -17,10 +17,8 @@ import triton
 from ahead import AMD, TARGETS, cuobjdump
 from attention_calls import inputs, kept, normal
 from attn_triton import _attention_backward_launch, _attention_launch, _pairs_launch, _products_launch
+from transposed_products import controls, products, transposed_products
 from triton.runtime.jit import JITFunction
-
-WHOLE = ("sm_90", "gfx942")
-"""Targets for which every case is compiled; the others have the first two."""
 
 
 class NamedTarget:
@@ -81,7 +79,7 @@ def _compiling(arch) -> Iterator[list]:
             found.append((self.fn.__name__, options, compiled))
         return compiled
 
-    modules = (_attention_launch, _pairs_launch, _attention_backward_launch, _products_launch)
+    modules = (_pairs_launch, _attention_backward_launch, _products_launch)
     platforms = [module.platform for module in modules]
     JITFunction.run = run
     triton.runtime.driver.set_active(NamedTarget(arch))
@@ -98,6 +96,7 @@ def _compiling(arch) -> Iterator[list]:
 def described(arch, case, name, options, compiled):
     found = {"name": f"{case}, {name}" + (", select" if options.get("SELECT") else ""), "arch": arch, "llir": compiled.asm["llir"]}
     found["shared"] = compiled.metadata.shared
+    found |= {"products": products(compiled.asm["ttir"]), "transposed": transposed_products(compiled.asm["ttir"])}
     if arch in AMD:
         return found | {"assembly": compiled.asm["amdgcn"]}
     usage = cuobjdump(compiled, "-res-usage")
@@ -121,8 +120,8 @@ def main(path):
         raise SystemExit("ahead_attention.py: TRITON_INTERPRET must not be 1")
     entries = []
     for arch in TARGETS:
-        entries += compiled_cases(arch, list(CASES) if arch in WHOLE else list(CASES)[:2])
-    Path(path).write_text(json.dumps(entries))
+        entries += compiled_cases(arch, CASES)
+    Path(path).write_text(json.dumps({"entries": entries, "controls": controls(TARGETS["sm_90"])}))
 
 
 if __name__ == "__main__":

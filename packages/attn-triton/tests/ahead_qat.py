@@ -13,11 +13,11 @@ import torch
 from ahead import AMD
 from attention_calls import inputs
 from attn_spec import QATConfig
-from attn_triton import _nvfp4_launch, _qat_launch
+from attn_triton import _nvfp4_launch, _qat_backward_launch, _qat_configuration, _qat_launch
 
 ORDERED = ("sm_80", "sm_100", "sm_120", "gfx90a", "gfx942", "gfx950")
-"""Targets of nvfp4-ordered-v1; the sums of rows that it shares with ordered-v1 are read elsewhere."""
-READ = ("sm_100", "sm_120", "gfx942", "gfx950")
+"""Targets of nvfp4-ordered-v1."""
+READ = ("sm_80", "sm_100", "sm_120", "gfx942", "gfx950")
 """Targets for which the forward is compiled; the others have the quantizer of Q, K and V."""
 WHOLE = ("sm_100", "gfx942")
 """Targets for which the gradients are compiled too."""
@@ -43,7 +43,7 @@ def _call(head_dim, **options):
 
 def _both(contract, config, call, needs):
     saved = _qat_launch.qat_forward(call, config, contract)
-    _qat_launch.qat_backward(call, config, contract, torch.zeros_like(saved[0]), None, saved, frozenset(needs))
+    _qat_backward_launch.qat_backward(call, config, contract, torch.zeros_like(saved[0]), None, saved, frozenset(needs))
 
 
 CASES = {
@@ -59,7 +59,7 @@ def main(path):
         raise SystemExit("ahead_qat.py: TRITON_INTERPRET must not be 1")
     entries = list(ahead_attention.compiled_cases("sm_90", ["sm90"], CASES))
     for arch in ORDERED:
-        for module in (_qat_launch, _nvfp4_launch):
+        for module in (_nvfp4_launch, _qat_backward_launch, _qat_configuration, _qat_launch):
             module.platform = lambda device, arch=arch: "rocm" if arch in AMD else "cuda"
         case = "ordered" if arch in WHOLE else "ordered forward" if arch in READ else "quantizer"
         entries += ahead_attention.compiled_cases(arch, [case], CASES)

@@ -100,10 +100,10 @@ class Joint:
 
     def results(self, functions: Any, device: str = "cpu") -> dict[str, Tensor]:
         """Both results and the gradients of the tensors, on the CPU."""
-        leaves = [tensor.to(device).requires_grad_() for tensor in self.tensors]
-        mask = None if self.mask is None else self.mask.to(device)
+        leaves = [_on(tensor, device).requires_grad_() for tensor in self.tensors]
+        mask = None if self.mask is None else _on(self.mask, device)
         out = functions.joint_attention(*leaves, prompt_mask=mask, contract=CONTRACT)
-        gradients = torch.autograd.grad(out, leaves, [tensor.to(device) for tensor in self.dout])
+        gradients = torch.autograd.grad(out, leaves, [_on(tensor, device) for tensor in self.dout])
         names = ("out_txt", "out_img", *(f"d{name}" for name in JOINT))
         return {name: tensor.detach().cpu() for name, tensor in zip(names, (*out, *gradients), strict=True)}
 
@@ -118,7 +118,7 @@ class Joint:
         mask = torch.zeros(self.tensors[0].shape[0], length, dtype=torch.bool)
         mask[:, places] = True
         text = (spread(tensor, torch.nan) for tensor in self.tensors[:3])
-        return Joint((*text, *self.tensors[3:]), mask, (spread(self.dout[0], 0.0), self.dout[1]))
+        return Joint((*text, *self.tensors[3:]), mask, (spread(self.dout[0], torch.nan), self.dout[1]))
 
 
 def joint(
@@ -258,7 +258,10 @@ JOINTS: dict[str, Callable[[], Joint]] = {
     "D 256": lambda: joint((20,), text=30, image=90, head_dim=256),
     "a prompt of two segments": lambda: joint((1040,), text=1050, image=70),
     "a prompt of one segment": lambda: joint(text=1024, image=66),
+    "prompts that end at a tile and at a segment": lambda: joint((384, 1024), text=1150, image=150, heads=1, head_dim=128),
+    "more blocks than processors": lambda: joint((4, 6), text=6, image=10, heads=70, kv_heads=70),
     "no text": lambda: joint(text=0),
     "no image": lambda: joint((60,), image=0),
+    "nothing at all": lambda: joint((0, 0), image=0),
 }
 """Kinds of joint calls."""

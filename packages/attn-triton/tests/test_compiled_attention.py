@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 from ahead import AMD, CONTROLS, NVIDIA, TARGETS
-from ahead_attention import CASES, WHOLE
+from ahead_attention import CASES
 from test_compiled_code import FORBIDDEN_GCN, FORBIDDEN_PTX, GCN_FMA, GCN_METADATA, divisions
 
 RULES = {rule: pattern for rule, pattern in FORBIDDEN_PTX.items() if rule != "contraction"}
@@ -26,15 +26,20 @@ INTEGER_DIVISION = r"\bv_(?:(?:fma|mad)(?:mk|ak|c)|mac)_f32\S* (?:.*\b0x[4c]f800
 
 
 @pytest.fixture(scope="module")
-def compiled(tmp_path_factory):
-    """Every entry of ``ahead_attention.py`` by target, made in a process of its own and without a cache."""
+def document(tmp_path_factory):
+    """What ``ahead_attention.py`` writes, made in a process of its own and without a cache."""
     folder = tmp_path_factory.mktemp("ahead")
     environment = os.environ | {"TRITON_INTERPRET": "0", "TRITON_CACHE_DIR": str(folder / "cache")}
     script, out = Path(__file__).with_name("ahead_attention.py"), folder / "out.json"
     done = subprocess.run([sys.executable, str(script), str(out)], check=False, env=environment, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
-    entries = json.loads(out.read_text())
-    return {arch: [entry for entry in entries if entry["arch"] == arch] for arch in TARGETS}
+    return json.loads(out.read_text())
+
+
+@pytest.fixture(scope="module")
+def compiled(document):
+    """The entries by target."""
+    return {arch: [entry for entry in document["entries"] if entry["arch"] == arch] for arch in TARGETS}
 
 
 def stated(llir):
@@ -76,13 +81,24 @@ def test_the_kernels_keep_the_rules(compiled, arch):
 @pytest.mark.parametrize("arch", TARGETS)
 def test_every_kernel_has_its_chain(compiled, arch):
     names = {entry["name"] for entry in compiled[arch]}
-    cases = list(CASES) if arch in WHOLE else list(CASES)[:2]
-    assert {name.split(",")[0] for name in names} == set(cases)
+    assert {name.split(",")[0] for name in names} == set(CASES)
     for entry in compiled[arch]:
         if "sums" in entry["name"] or "product" in entry["name"]:
             fma = r"\bfma\.rn\.f32(?:x2)?\b" if arch in NVIDIA else GCN_FMA  # Triton 3.6 pairs all of a product on sm_100 and later
             assert stated(entry["llir"]) > 0, entry["name"]
             assert re.search(fma, entry["assembly"]), entry["name"]
+
+
+@pytest.mark.parametrize("arch", TARGETS)
+def test_no_product_takes_a_transposed_product(compiled, arch):
+    assert {entry["name"]: entry["transposed"] for entry in compiled[arch] if entry["transposed"]} == {}
+    assert any(entry["products"] for entry in compiled[arch]) == (arch in NVIDIA)
+
+
+def test_a_transposed_product_is_found(document):
+    """Control: at once, and behind an exponential and a turn of a loop; operands from memory and stored products are none."""
+    found = document["controls"]
+    assert {name: len(lines) for name, lines in found.items()} == {"at once": 1, "behind a loop": 1, "of operands": 0}
 
 
 @pytest.mark.parametrize("arch", NVIDIA)

@@ -71,6 +71,11 @@ def test_the_rules_hold(compiled):
     assert {name: broken(entry) for name, entry in compiled.items() if broken(entry)} == {}
 
 
+def test_no_product_takes_a_transposed_product(compiled):
+    assert {name: entry["transposed"] for name, entry in compiled.items() if entry["transposed"]} == {}
+    assert {name.rsplit(", ", 1)[1] for name, entry in compiled.items() if entry["products"] > 1} >= set(PRODUCTS)
+
+
 def test_products_run_on_the_tensor_cores(compiled):
     for name, entry in compiled.items():
         kernel, text = name.rsplit(", ", 1)[1], entry["assembly"]

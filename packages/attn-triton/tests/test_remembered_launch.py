@@ -28,7 +28,7 @@ class Kernel:
     def __getitem__(self, grid):
         def launch(*arguments, **options):
             constants = (options[name] for name in NAMES[len(arguments) :] if name in options)
-            self.launches.append((grid[0], flat((*arguments, *constants))))
+            self.launches.append((tuple(grid) + (1,) * (3 - len(grid)), flat((*arguments, *constants))))
             return self if self.compiles else None
 
         return launch
@@ -78,6 +78,41 @@ def test_one_tensor_may_be_two_arguments():
     again = kernel.launches[-1]
     call(Launches(), kernel, other, other, result)
     assert launches.complete and again == kernel.launches[-1]
+
+
+def test_workspace_is_taken_anew():
+    def work(launches, q, k, out):
+        first, second = (launches.workspace(8, torch.float32, torch.device("cpu")) for _ in range(2))
+        launches(kernel, (7, 2), Arrays(q, 5, first), second, 5, out, WIDTH=16, FLAG=first is None, num_warps=4)
+        launches(kernel, 3, Arrays(q, 5, second), first, 5, out, WIDTH=16, FLAG=True, num_warps=4)
+        return first, second
+
+    kernel, (q, k, out), (other, _, result) = Kernel(), tensors(), tensors()
+    launches = Launches((q, k, out))
+    held = [tensor.data_ptr() for tensor in work(launches, q, k, out)]
+    first = kernel.launches[-2:]
+    assert launches.complete
+    Kinds().keep("kind", launches)
+    launches.again((other, k, result))
+    places = {q.data_ptr(): other.data_ptr(), out.data_ptr(): result.data_ptr()}
+    places |= dict(zip(held, (kernel.launches[-2][1][0][2], kernel.launches[-2][1][1]), strict=True))
+    assert len(set(places.values())) == len(places) == 4
+    assert kernel.launches[-2:] == [(grid, renamed(arguments, places)) for grid, arguments in first]
+
+
+def renamed(value, places):
+    return tuple(renamed(member, places) for member in value) if isinstance(value, tuple) else places.get(value, value)
+
+
+def test_the_address_of_a_workspace_is_no_other_tensors():
+    """One that its user lets go, and then memory of the same size that is none of the call's."""
+    q, k, out = tensors()
+    launches = Launches((q, k, out))
+    launches.workspace(1 << 20, torch.float32, torch.device("cpu"))
+    call(launches, Kernel(), q, k, out)
+    assert launches.complete
+    launches(Kernel(), 7, torch.empty(1 << 20), num_warps=4, **dict.fromkeys(NAMES[1:]))
+    assert not launches.complete
 
 
 def test_tensors_of_the_first_call_are_let_go():

@@ -8,7 +8,7 @@ Every test runs with attn_triton and, where it is installed, with the kernels of
 from __future__ import annotations
 
 import importlib
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 from importlib.util import find_spec
 from typing import Any
@@ -58,11 +58,13 @@ def on_triton() -> Run:
     return runner("attn_triton")
 
 
-every_call = pytest.mark.parametrize(
-    ("on_gpu", "name"),
-    [(backend, name) for backend, sizes in HEAD_DIMS.items() for name in CALLS if "D 256" not in name or 256 in sizes],
-    indirect=["on_gpu"],
-)
+def on_each(names: Iterable[str]) -> pytest.MarkDecorator:
+    """Every backend with every call of a head dim that it has."""
+    found = [(backend, name) for backend, sizes in HEAD_DIMS.items() for name in names if "D 256" not in name or 256 in sizes]
+    return pytest.mark.parametrize(("on_gpu", "name"), found, indirect=["on_gpu"])
+
+
+every_call, every_joint = on_each(CALLS), on_each(JOINTS)
 every_head_dim = pytest.mark.parametrize(
     ("on_gpu", "head_dim"), [(backend, size) for backend, sizes in HEAD_DIMS.items() for size in sizes], indirect=["on_gpu"]
 )
@@ -126,20 +128,62 @@ def test_joint_launches_are_remembered(on_triton: Run, monkeypatch: pytest.Monke
     assert len(again) == 2
 
 
-@pytest.mark.parametrize("name", JOINTS)
-def test_joint_bytes_equal_the_model(on_triton: Run, name: str) -> None:
+@every_joint
+def test_joint_bytes_equal_the_model(on_gpu: Run, name: str) -> None:
     problem = JOINTS[name]()
-    assert_same(problem.results(on_triton.functions, "cuda"), problem.results(attn_reference), name)
+    assert_same(problem.results(on_gpu.functions, "cuda"), problem.results(attn_reference), name)
 
 
-@pytest.mark.parametrize("head_dim", CONFIGS)
-def test_prompt_padding(on_triton: Run, head_dim: int) -> None:
+def test_a_joint_call_in_a_graph(on_gpu: Run) -> None:
+    """Another prompt of another length in the slots of a recorded call, forward and backward, over poisoned results."""
+    first, second = joint((200, 1), text=1030, heads=1), joint((1030, 500), text=1030, heads=1)
+    leaves = [tensor.cuda().requires_grad_() for tensor in first.tensors]
+    assert first.mask is not None and second.mask is not None
+    mask, dout = first.mask.cuda(), [tensor.cuda() for tensor in first.dout]
+
+    def run() -> tuple[Tensor, ...]:
+        out = on_gpu.functions.joint_attention(*leaves, prompt_mask=mask, contract=CONTRACT)
+        return (*out, *torch.autograd.grad(out, leaves, dout))
+
+    stream = torch.cuda.Stream()
+    with torch.cuda.stream(stream):
+        run()
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph, stream=stream):
+        found = run()
+    with torch.no_grad():
+        for given, tensor in zip((*leaves, *dout), (*(-x for x in second.tensors), *second.dout), strict=True):
+            given.copy_(tensor)
+        mask.copy_(second.mask)
+        for tensor in found:
+            tensor.fill_(torch.nan)
+    graph.replay()
+    wanted = replace(second, tensors=tuple(-x for x in second.tensors)).results(attn_reference)
+    assert_same(dict(zip(wanted, (tensor.detach().cpu() for tensor in found), strict=True)), wanted, "replayed")
+
+
+def test_joint_rows_of_any_strides(on_gpu: Run) -> None:
+    """Rows of heads side by side, rows that do not begin at a multiple of 16 bytes, one gradient for all rows, and a mask by columns."""
+    problem = joint((70, 33), image=150, heads=4, kv_heads=2)
+    assert problem.mask is not None
+    problem = replace(problem, dout=(problem.dout[0][:, :, :1].expand_as(problem.dout[0]), problem.dout[1]))
+    wanted = problem.results(on_gpu.functions, "cuda")
+    mask = problem.mask.T.contiguous().T
+    turned = tuple(tensor.transpose(1, 2).contiguous().transpose(1, 2) for tensor in problem.tensors)
+    shifted = tuple(torch.zeros(tensor.numel() + 1, dtype=tensor.dtype)[1:].view(tensor.shape).copy_(tensor) for tensor in problem.tensors)
+    for name, tensors in (("heads side by side", turned), ("shifted", shifted)):
+        assert_same(replace(problem, tensors=tensors, mask=mask).results(on_gpu.functions, "cuda"), wanted, name)
+
+
+@every_head_dim
+def test_prompt_padding(on_gpu: Run, head_dim: int) -> None:
     """Seventy tokens alone, and anywhere in a prompt of other lengths, within a segment and over its end."""
     problem = joint(image=150, head_dim=head_dim)
-    wanted = problem.results(on_triton.functions, "cuda")
+    wanted = problem.results(on_gpu.functions, "cuda")
     for first, length in ((0, 71), (1, 128), (3, 1100), (1030, 1100)):
         places = list(range(first, first + 70))
-        found = problem.padded(places, length).results(on_triton.functions, "cuda")
+        found = problem.padded(places, length).results(on_gpu.functions, "cuda")
         text = {name: tensor for name, tensor in found.items() if name.endswith("_txt")}
         padding = [slot for slot in range(length) if slot not in places]
         for name, tensor in text.items():
@@ -147,13 +191,13 @@ def test_prompt_padding(on_triton: Run, head_dim: int) -> None:
         assert_same({**found, **{name: tensor[:, :, places] for name, tensor in text.items()}}, wanted, f"{first} in {length}")
 
 
-def test_a_common_grid_is_noticed(on_triton: Run) -> None:
+def test_a_common_grid_is_noticed(on_gpu: Run) -> None:
     """Control: text and image as keys of one grid have other bits."""
     problem = joint(image=150)
     q, k, v = (torch.cat((problem.tensors[index], problem.tensors[index + 3]), dim=2).cuda() for index in range(3))
-    out = on_triton.functions.attention(q, k, v, causal=False, contract=CONTRACT).cpu()
+    out = on_gpu.functions.attention(q, k, v, causal=False, contract=CONTRACT).cpu()
     with pytest.raises(AssertionError, match="differ"):
-        assert_same({"out_img": out[:, :, 70:]}, {"out_img": problem.results(on_triton.functions, "cuda")["out_img"]})
+        assert_same({"out_img": out[:, :, 70:]}, {"out_img": problem.results(on_gpu.functions, "cuda")["out_img"]})
 
 
 @pytest.mark.parametrize("head_dim", CONFIGS)

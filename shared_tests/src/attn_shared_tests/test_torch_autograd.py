@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -15,6 +16,17 @@ from attn_shared_tests.torch_calls import EVERY, Data, Operator, outputs_of, sam
 pytestmark = pytest.mark.attn_framework("torch")
 SUBSETS = problems.attention(with_sinks=True, bias_shape=(2, 1, 5, 1), wrt=(*problems.QKV, "sinks", "bias"))
 DROPPING = problems.attention(queries=16, keys=40, dropout_p=0.3, dropout_seed=11, wrt=problems.QKV)
+SAVED = {
+    "softmax": problems.softmax((2, 3, 600), gradient=True, dtype="bfloat16"),
+    "softmax v2": replace(problems.softmax((2, 3, 600), gradient=True), contract="ordered-v2"),
+    "attention": problems.attention(queries=40, keys=300, with_sinks=True, bias_shape=(1, 4, 1, 300), wrt=(*problems.QKV, "sinks", "bias")),
+    "packed": problems.varlen((40, 30), (300, 200), with_sinks=True, wrt=(*problems.QKV, "sinks")),
+    "joint": problems.joint(text=30, image=100, gradient=True),
+    "tensor cores": replace(
+        problems.attention(batch=1, queries=40, keys=300, head_dim=64, kv_heads=1, dtype="bfloat16", wrt=problems.QKV), contract="sm90-v1"
+    ),
+}
+"""Calls with many more pairs than anything else."""
 MIXED = problems.attention(with_sinks=True, bias_shape=(1, 4, 1, 7), wrt=(*problems.QKV, "sinks", "bias"))
 
 
@@ -73,6 +85,31 @@ def check_inputs_survive(function: Operator, device: str, call: Call) -> None:
     if call.op not in ("joint_attention", "attention_varlen"):
         with pytest.raises(RuntimeError, match="modified by an inplace operation"):
             torch.autograd.grad(results, wanted[:1], given)
+
+
+def check_saved(function: Operator, device: str, call: Call) -> None:
+    """What waits for backward: inputs, joined ones for a joint layer, and at most two float32 numbers a row; no P, in any dtype.
+
+    Under a contract of tensor cores out waits too.
+    """
+    import torch
+
+    saved: list[Any] = []
+    data = Data(call, device)
+
+    def noted(tensor: Any) -> Any:
+        saved.append(tensor)
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(noted, lambda tensor: tensor):
+        outputs = data.outputs(function)
+    inputs, softmax = data.inputs, call.op == "joint_attn_softmax"
+    rows = sum(tensor.numel() // tensor.shape[-1] for name, tensor in inputs.items() if name in ("scores", "q", "q_txt", "q_img"))
+    known = {tensor.untyped_storage().data_ptr() for tensor in (*inputs.values(), *([] if softmax else outputs.values()))}
+    more = {tensor.data_ptr(): tensor for tensor in saved if tensor.untyped_storage().data_ptr() not in known}
+    numbers = sum(tensor.numel() for tensor in more.values() if tensor.is_floating_point())
+    joined = sum(tensor.numel() for tensor in inputs.values()) if call.op == "joint_attention" else 0
+    assert rows and saved and numbers <= 2 * rows + joined, [(tuple(tensor.shape), tensor.dtype) for tensor in more.values()]
 
 
 def check_shared_tensor(attention: Operator, device: str, dtype: str) -> None:
@@ -184,6 +221,30 @@ def test_gradients_follow_the_flags(backend: Runner, name: str) -> None:
 @pytest.mark.parametrize("name", EVERY)
 def test_inputs_and_cotangents_survive(backend: Runner, name: str) -> None:
     with_torch(backend, EVERY[name], check_inputs_survive, EVERY[name])
+
+
+@pytest.mark.parametrize("name", SAVED)
+def test_no_probabilities_wait_for_backward(backend: Runner, name: str) -> None:
+    with_function(backend, SAVED[name], check_saved, SAVED[name])
+
+
+def test_the_check_of_what_waits_catches(backend: Runner) -> None:
+    """torch's softmax keeps P, and attention of plain operations keeps it too."""
+    import torch
+
+    def softmax(scores: Any, **options: Any) -> Any:
+        return torch.softmax(scores, -1)
+
+    def attention(q: Any, k: Any, v: Any, **options: Any) -> Any:
+        scores = q.unflatten(1, (k.shape[1], -1)) @ k.mT.unsqueeze(2)
+        return (torch.softmax(scores, -1) @ v.unsqueeze(2)).flatten(1, 2), scores.logsumexp(-1).flatten(1, 2)
+
+    def check(_: Operator, device: str, call: Call, plain: Operator) -> None:
+        with pytest.raises(AssertionError):
+            check_saved(plain, device, call)
+
+    for name, plain in (("softmax", softmax), ("attention", attention)):
+        with_function(backend, SAVED[name], check, SAVED[name], plain)
 
 
 @pytest.mark.parametrize("dtype", ("float32", "bfloat16", "float16"))

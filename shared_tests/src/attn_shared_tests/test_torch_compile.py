@@ -11,7 +11,7 @@ from attn_spec import Call
 from attn_spec.testing.runner import Runner
 
 from attn_shared_tests import problems
-from attn_shared_tests.torch_calls import EVERY, Data, Operator, outputs_of, same, same_results, with_torch
+from attn_shared_tests.torch_calls import EVERY, Data, Operator, outputs_of, quick, same, same_results, with_torch
 
 pytestmark = pytest.mark.attn_framework("torch")
 QKV = problems.QKV
@@ -99,7 +99,7 @@ def registered_calls(data: Data) -> dict[str, tuple[Any, ...]]:
     }
 
 
-def check_compile(function: Operator, device: str, sized: Callable[[int], Call]) -> None:
+def check_compile(function: Operator, device: str, sized: Callable[[int], Call], compiler: str = "aot_eager") -> None:
     """One graph under torch.compile with changing shapes, bytes as in eager mode."""
     import torch
 
@@ -109,7 +109,7 @@ def check_compile(function: Operator, device: str, sized: Callable[[int], Call])
         lambda *inputs: tuple(outputs_of(function, first, dict(zip(names, inputs, strict=True))).values()),
         fullgraph=True,
         dynamic=True,
-        backend="aot_eager",
+        backend=compiler,
     )
     for size in (40, 17, 4):
         call = sized(size)
@@ -117,6 +117,16 @@ def check_compile(function: Operator, device: str, sized: Callable[[int], Call])
         outputs = dict(zip(eager.outputs(function), compiled(*graph.inputs.values()), strict=True))
         found = {name: output.detach() for name, output in outputs.items()} | graph.gradients(outputs)
         same_results(found, eager.results(function), f"size {size}")
+
+
+def check_inductor(function: Operator, device: str, sized: Callable[[int], Call]) -> None:
+    """Code of Inductor around the operator, doubling before and halving behind, which rounds nothing: the bytes of eager mode."""
+
+    def between(*inputs: Any, **keywords: Any) -> Any:
+        found = function(*(tensor * 2 for tensor in inputs), **keywords)
+        return tuple(tensor / 2 for tensor in found) if isinstance(found, tuple) else found / 2
+
+    check_compile(between, device, sized, "inductor")
 
 
 def check_compiled_empty(attention: Operator, device: str) -> None:
@@ -152,6 +162,20 @@ def namespace_of(backend: Runner) -> str:
 @pytest.mark.parametrize("name", SIZED)
 def test_compiled_graphs_keep_the_bytes(backend: Runner, name: str) -> None:
     with_torch(backend, SIZED[name](40), check_compile, SIZED[name])
+
+
+def test_code_of_inductor_keeps_the_bytes(backend: Runner) -> None:
+    """On a CPU it needs a C++ compiler, and the test is skipped where torch finds none; CI has one."""
+    from torch._inductor.cpp_builder import get_cpp_compiler
+    from torch._inductor.exc import InvalidCxxCompiler
+
+    if backend.device == "cpu":
+        try:
+            get_cpp_compiler()
+        except InvalidCxxCompiler as error:
+            pytest.skip(f"torch finds no C++ compiler: {error}")
+    sized = SIZED["attention" if quick(backend) else "softmax"]
+    with_torch(backend, sized(40), check_inductor, sized)
 
 
 def test_compiled_graphs_take_empty_batches(backend: Runner) -> None:

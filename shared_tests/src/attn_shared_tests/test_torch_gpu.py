@@ -16,6 +16,7 @@ from attn_shared_tests.torch_calls import EVERY, Data, Operator, every_operator,
 
 pytestmark = [pytest.mark.attn_framework("torch"), on_gpu]
 OTHER = every_operator(seed=1)
+"""Other numbers, masks, lengths and offsets: a graph must read them when it is replayed."""
 REPEATED = {
     "attention": problems.attention(
         batch=2, heads=8, kv_heads=2, queries=256, keys=600, head_dim=128, dtype="bfloat16", with_sinks=True, wrt=(*problems.QKV, "sinks")
@@ -59,6 +60,7 @@ def replayed(graph: Any, results: dict[str, Any]) -> dict[str, Any]:
 
 def check_graph(function: Operator, device: str, call: Call, other: Call) -> None:
     """Forward and backward are captured, and forward alone; replays on new data have the bytes of plain calls on it."""
+    assert all((call.arrays[name] != array).any() for name, array in other.arrays.items()), "other data is the same somewhere"
     plain = [Data(given, device).results(function) for given in (other, call, other)]
     data = Data(call, device)
     graph, results = captured(function, data)

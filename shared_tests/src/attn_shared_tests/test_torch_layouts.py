@@ -168,6 +168,34 @@ def check_grid(function: Operator, device: str, call: Call, axis: int) -> None:
             same(output.narrow(axis, place, 1), alone[name], f"{name} at {place} of axis {axis}")
 
 
+def check_many_segments(attention_varlen: Operator, device: str) -> None:
+    """80,000 packed segments of one query and one or two keys: those at either end and around 65,536 have the bytes of each part alone."""
+    import torch
+
+    segments = 80_000
+    generator = torch.Generator().manual_seed(0)
+    counts = torch.randint(1, 3, (segments,), generator=generator)
+    q_ends, k_ends = torch.arange(segments + 1), torch.nn.functional.pad(counts.cumsum(0), (1, 0))
+    keys = int(k_ends[-1])
+    data = [torch.randn(size, heads, 8, generator=generator) for size, heads in ((segments, 4), (keys, 2), (keys, 2), (segments, 4))]
+
+    def run(first: int, last: int) -> tuple[Any, ...]:
+        rows, columns = slice(first, last), slice(int(k_ends[first]), int(k_ends[last]))
+        q, k, v, dout = (tensor[part].to(device) for tensor, part in zip(data, (rows, columns, columns, rows), strict=True))
+        offsets = [(ends[first : last + 1] - ends[first]).to(device, torch.int32) for ends in (q_ends, k_ends)]
+        leaves = [tensor.requires_grad_() for tensor in (q, k, v)]
+        out = attention_varlen(*leaves, *offsets)
+        return out.detach(), *torch.autograd.grad(out, leaves, dout)
+
+    whole = run(0, segments)
+    for first, last in ((0, 10), (65_530, 65_545), (segments - 10, segments)):
+        rows, columns = slice(first, last), slice(int(k_ends[first]), int(k_ends[last]))
+        for name, found, alone, part in zip(
+            ("out", "dq", "dk", "dv"), whole, run(first, last), (rows, rows, columns, columns), strict=True
+        ):
+            same(found[part], alone, f"{name} of segments {first} to {last}")
+
+
 def check_offsets(attention_varlen: Operator, device: str) -> None:
     """Offsets of either integer dtype and any stride agree; bad ones raise before work where reading them is free."""
     import torch
@@ -240,6 +268,11 @@ def test_rows_beyond_element_2_to_the_31(backend: Runner) -> None:
 )
 def test_grids_hold_more_than_65535_blocks(backend: Runner, name: str, axis: int) -> None:
     with_kernels(backend, EVERY[name], check_grid, EVERY[name], axis)
+
+
+@on_gpu
+def test_more_packed_segments_than_a_grid_axis_holds(backend: Runner) -> None:
+    with_kernels(backend, EVERY["packed"], check_many_segments)
 
 
 def test_empty_batches_pass(backend: Runner) -> None:

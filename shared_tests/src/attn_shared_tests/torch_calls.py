@@ -24,11 +24,12 @@ on_gpu = pytest.mark.attn_device("cuda", "rocm")
 
 
 def every_operator(seed: int = 0) -> dict[str, Call]:
-    """A small call of every operator with every gradient; shapes do not depend on ``seed``."""
+    """A small call of every operator with every gradient. Another ``seed`` has other masks, lengths and offsets too, in the same shapes."""
     rng = np.random.default_rng(seed)
     options: dict[str, Any] = {"seed": seed, "heads": 4, "kv_heads": 2, "head_dim": 8}
     q, k, scores, v = (problems.normal(rng, shape) for shape in ((2, 4, 5, 8), (2, 2, 7, 8), (2, 4, 5, 7), (2, 2, 7, 8)))
-    mask = problems.mask_of((3, 7), 7)
+    lengths, text_lengths, kv_lengths, segments = ((6, 2), (3, 1), (3, 7), (1, 4, 2)) if seed else ((3, 7), (2, 3), (6, 4), (3, 0, 4))
+    mask = problems.mask_of(lengths, 7)
     qkv = problems.QKV
     return {
         "qk_gemm": Call("joint_attn_qk_gemm", {"q": q, "k": k}, {"scale": 0.3}, {"scores": scores}, ("q", "k")),
@@ -36,17 +37,17 @@ def every_operator(seed: int = 0) -> dict[str, Call]:
         "masked softmax": problems.softmax((2, 3, 7), seed=seed, gradient=True, key_padding_mask=mask),
         "softmax v2": replace(problems.softmax((2, 3, 7), seed=seed, gradient=True), contract="ordered-v2"),
         "av_gemm": Call("joint_attn_av_gemm", {"probs": scores, "v": v}, {}, {"out": q}, ("probs", "v")),
-        "joint": problems.joint(seed=seed, text=3, image=4, gradient=True, prompt_mask=problems.mask_of((2, 3), 3)),
+        "joint": problems.joint(seed=seed, text=3, image=4, gradient=True, prompt_mask=problems.mask_of(text_lengths, 3)),
         "attention": problems.attention(**options, wrt=qkv, dtype="bfloat16"),
         "biased": problems.attention(**options, with_sinks=True, bias_shape=(1, 4, 5, 1), wrt=(*qkv, "sinks", "bias")),
         "masked": problems.attention(
-            **options, key_padding_mask=mask, window=(3, 1), kv_lengths=np.array([6, 4]), wrt=qkv, dtype="float16"
+            **options, key_padding_mask=mask, window=(3, 1), kv_lengths=np.array(kv_lengths), wrt=qkv, dtype="float16"
         ),
         "decode": problems.attention(**options, queries=1, keys=600, wrt=qkv, dtype="bfloat16"),
         "tensor cores": replace(
             problems.attention(**{**options, "head_dim": 64}, with_sinks=True, wrt=(*qkv, "sinks"), dtype="bfloat16"), contract="sm90-v1"
         ),
-        "packed": problems.varlen((3, 0, 4), seed=seed, trailing=1, with_sinks=True, wrt=(*qkv, "sinks")),
+        "packed": problems.varlen(segments, seed=seed, trailing=1, with_sinks=True, wrt=(*qkv, "sinks")),
     }
 
 

@@ -50,7 +50,8 @@ int check(const attn_cuda_attention& problem, const attn_cuda_sm90_gradients& gr
   const int32_t dtype = problem.q.dtype;
   if (dtype == ATTN_CUDA_FLOAT32 || gradients.dout.dtype != dtype || gradients.out.dtype != dtype) return ATTN_CUDA_BAD_DTYPE;
   if (problem.head_dim != problem.value_dim || (problem.head_dim != 64 && problem.head_dim != 128)) return ATTN_CUDA_BAD_SIZE;
-  if (problem.query_mask != nullptr || problem.key_mask != nullptr || problem.bias != nullptr) return ATTN_CUDA_BAD_SIZE;
+  if (problem.query_mask != nullptr || problem.bias != nullptr) return ATTN_CUDA_BAD_SIZE;
+  if (problem.key_mask != nullptr && !may_have_hole(problem)) return ATTN_CUDA_BAD_SIZE;
   if (problem.queries > kMostQueries) return ATTN_CUDA_BAD_SIZE;
   if (gradients.dsinks != nullptr && problem.sinks == nullptr) return ATTN_CUDA_NULL_POINTER;
   const bool has_rows = problem.heads * problem.queries * items_of(problem) > 0;
@@ -80,8 +81,8 @@ extern "C" int attn_cuda_sm90_backward_workspace(int device, const attn_cuda_att
   if (problem == nullptr || gradients == nullptr || bytes == nullptr) return ATTN_CUDA_NULL_POINTER;
   if (const int refusal = hopper::check(*problem, *gradients)) return refusal;
   const Input dout = hopper::of_queries(*problem, gradients->dout), out = hopper::of_queries(*problem, gradients->out);
-  *bytes = input_bytes(*problem) + copy_bytes(*problem, dout) + copy_bytes(*problem, out) +
-           hopper::expanded_bytes(*problem, hopper::of_queries(*problem, problem->q)) +
+  *bytes = input_bytes(hopper::with_all_keys(*problem)) + hopper::hole_bytes(*problem) + copy_bytes(*problem, dout) +
+           copy_bytes(*problem, out) + hopper::expanded_bytes(*problem, hopper::of_queries(*problem, problem->q)) +
            hopper::expanded_bytes(*problem, hopper::of_keys(*problem, problem->k)) +
            hopper::expanded_bytes(*problem, hopper::of_keys(*problem, problem->v)) + hopper::expanded_bytes(*problem, dout) +
            2 * aligned(hopper::places(*problem) * 4) + aligned(problem->batch * problem->heads * 4);
@@ -99,7 +100,8 @@ extern "C" int attn_cuda_sm90_backward(int device, void* stream, const attn_cuda
   if (const int error = hopper::fill(*problem, *gradients, pairs, stream)) return error;
   Workspace space(workspace);
   hopper::BackwardCall call{};
-  if (const int error = prepare(device, stream, *problem, space, &call.problem)) return error;
+  if (const int error = prepare(device, stream, hopper::with_all_keys(*problem), space, &call.problem)) return error;
+  if (const int error = hopper::find_holes(*problem, space, stream, &call.holes)) return error;
   const Input dout = hopper::of_queries(*problem, gradients->dout), out = hopper::of_queries(*problem, gradients->out);
   if (const int error = take_input(*problem, dout, space, stream, &call.dout)) return error;
   if (const int error = take_input(*problem, out, space, stream, &call.out)) return error;

@@ -6,6 +6,7 @@
 
 #include "attention_problem.cuh"
 #include "hopper/arithmetic.cuh"
+#include "hopper/hole.cuh"
 #include "hopper/tensor_copy.cuh"
 #include "hopper/wgmma.cuh"
 
@@ -20,7 +21,7 @@ constexpr int kConsumerRegisters = 240;
 static_assert(kLoaderRegisters + 2 * kConsumerRegisters <= 3 * kLaunchRegisters, "a consumer would wait for registers for ever");
 constexpr int64_t kUnbounded = int64_t{1} << 40;
 
-// Parameter of every kernel. A pair is visible iff -left <= j - (i + item.offset) <= right and j < item.used.
+// Parameter of every kernel. A pair is visible iff -left <= j - (i + item.offset) <= right and j < item.used, and j not in the item's hole.
 struct BackwardCall {
   Attention problem;
   Array dout, out;
@@ -37,6 +38,7 @@ struct BackwardCall {
   void* dk;
   void* dv;
   float* dsinks;
+  const Hole* holes;  // of each item; null: none
 };
 
 // Packed: block b of segment i has number `first row of i` div 128 + i + b among the blocks of a head. Distinct, and below this count, for

@@ -23,7 +23,9 @@ __device__ __forceinline__ Work work_of(const BackwardCall& call, int64_t id) {
   const Attention& problem = call.problem;
   Work work;
   work.block = find_block(problem, problem.kv_heads, call.key_blocks, problem.cu_seqlens_k, call.section, true, false, id);
-  const Item& item = work.block.item;
+  Item& item = work.block.item;
+  const Hole hole = hole_of(call.holes, item);
+  if (work.block.first < hole.end) item.used = min(item.used, hole.begin);  // the other side of it is of other blocks
   const int64_t first = work.block.first, last = min(first + kBlock, static_cast<int64_t>(item.used)) - 1, queries = item.queries;
   work.below = static_cast<int32_t>(clamped(item.offset + call.right - first, -kFar, kFar));
   work.above = static_cast<int32_t>(clamped(item.offset - call.left - first, -kFar, kFar));

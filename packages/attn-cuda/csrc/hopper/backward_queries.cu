@@ -8,10 +8,13 @@ constexpr int kTile = 128;  // keys
 constexpr int kHalf = kTile / 2;
 constexpr int kSteps = kHalf / kStepColumns;
 
-// What the block does. Tiles count from the tile boundary at or before stored key 0; all queries see all of [full_begin, full_end).
+// What the block does. Tiles count from the tile boundary at or before stored key 0; all queries see all of [full_begin, full_end) but for
+// the tile `cut`, of which they see the keys below `below`, up to a hole.
 struct Work {
   HeadBlock block;
-  int32_t phase, begin, end, full_begin, full_end;
+  int32_t phase, begin, end, jump, skipped, full_begin, full_end, cut, below;
+
+  __device__ __forceinline__ int32_t after(int32_t tile) const { return tile + 1 + (tile == jump ? skipped : 0); }
 };
 
 // Stored keys [lower, upper) that a query sees.
@@ -34,8 +37,12 @@ __device__ __forceinline__ Work work_of(const BackwardCall& call, int64_t id) {
   const Visible of_first = visible(call, item, first), of_last = visible(call, item, last);
   work.phase = item.shift % kTile;
   const bool some = of_first.lower < of_last.upper;
-  work.begin = some ? (work.phase + of_first.lower) / kTile : 0;
-  work.end = some ? (work.phase + of_last.upper + kTile - 1) / kTile : 0;
+  const Hole hole = hole_of(call.holes, item);
+  const TileWalk<kTile> tiles(some ? (work.phase + of_first.lower) / kTile : 0, some ? (work.phase + of_last.upper + kTile - 1) / kTile : 0,
+                              hole);
+  work.begin = tiles.begin, work.end = tiles.end, work.jump = tiles.jump, work.skipped = tiles.skipped;
+  work.cut = hole.begin % kTile > 0 ? hole.begin / kTile : kNoKey;
+  work.below = hole.begin;
   work.full_begin = (work.phase + of_last.lower + kTile - 1) / kTile;
   work.full_end = (work.phase + of_first.upper) / kTile;
   return work;
@@ -75,7 +82,7 @@ __device__ __forceinline__ void load(const BackwardCall& call, const GradientMap
   load_tile<kColumns>(shared.q, S::kPanelBytes, maps.q, &shared.own, query, head, batch);
   load_tile<kColumns>(shared.dout, S::kPanelBytes, maps.dout, &shared.own, query, head, batch);
   Ring<S::kStages> ring;
-  for (int tile = work.begin; tile < work.end; ++tile) {
+  for (int tile = work.begin; tile < work.end; tile = work.after(tile)) {
     barrier_wait(&shared.k_empty[ring.stage], ring.parity ^ 1);
     barrier_expect(&shared.k_full[ring.stage], S::kTileBytes);
     load_tile<kColumns>(shared.k[ring.stage], S::kPanelBytes, maps.k, &shared.k_full[ring.stage], key + tile * kTile, kv_head, batch);
@@ -125,9 +132,10 @@ __device__ __forceinline__ void differentiate(float (&s)[kHalf / 2], const float
                                               uint32_t (&ds)[kSteps][4]) {
 #pragma unroll
   for (int i = 0; i < kHalf / 2; ++i) s[i] = mul(s[i], sub(dp[i], rows.delta[i / 2 % 2]));
-  if (tile < work.full_begin || tile >= work.full_end) {
+  if (tile < work.full_begin || tile >= work.full_end || tile == work.cut) {
     const int64_t query = work.block.first + at.row;
-    const Item& item = work.block.item;
+    Item item = work.block.item;
+    if (tile == work.cut) item.used = work.below;
     mask(s, {visible(call, item, query), visible(call, item, query + 8)}, tile * kTile - work.phase + half * kHalf + at.column);
   }
 #pragma unroll
@@ -187,7 +195,7 @@ __device__ __forceinline__ void consume(const BackwardCall& call, const Work& wo
       second_half();
       const unsigned before = step % S::kStages;
       ++step;
-      ++tile;
+      tile = work.after(tile);
       const unsigned now = step % S::kStages, parity = step / S::kStages % 2;
       barrier_wait(&shared.k_full[now], parity);
       clear_neighbours<kColumns>(shared.k[now], item, tile * kTile - work.phase, at.thread);

@@ -13,7 +13,8 @@ int check(const attn_cuda_attention& problem) {
   if (const int refusal = check_attention(problem)) return refusal;
   if (problem.q.dtype != ATTN_CUDA_BFLOAT16 && problem.q.dtype != ATTN_CUDA_FLOAT16) return ATTN_CUDA_BAD_DTYPE;
   if ((problem.head_dim != 64 && problem.head_dim != 128) || problem.value_dim != problem.head_dim) return ATTN_CUDA_BAD_SIZE;
-  if (problem.query_mask != nullptr || problem.key_mask != nullptr || problem.bias != nullptr) return ATTN_CUDA_BAD_SIZE;
+  if (problem.query_mask != nullptr || problem.bias != nullptr) return ATTN_CUDA_BAD_SIZE;
+  if (problem.key_mask != nullptr && !may_have_hole(problem)) return ATTN_CUDA_BAD_SIZE;
   return 0;
 }
 
@@ -22,9 +23,9 @@ bool is_packed(const attn_cuda_attention& problem) { return problem.cu_seqlens_q
 int64_t row_count(const attn_cuda_attention& problem) { return problem.heads * problem.queries * (is_packed(problem) ? 1 : problem.batch); }
 
 // Segments that blocks of their own take, or 0: only a question of speed, since both ways give the same bits. Few rows (decode) are always
-// split. Packed calls never are: how many keys a packed segment has is known on the device alone.
+// split. Packed calls never are, nor are those with a hole in the keys: how many keys there are is known on the device alone.
 int64_t split_segments(const attn_cuda_attention& problem, int processors) {
-  if (is_packed(problem)) return 0;
+  if (is_packed(problem) || problem.key_mask != nullptr) return 0;
   const int64_t rows = problem.queries * (problem.heads / problem.kv_heads);
   const int64_t lead = problem.k_start == nullptr ? 0 : attn::sm90::kSegment - 1;
   const int64_t segments = (problem.keys + lead + attn::sm90::kSegment - 1) / attn::sm90::kSegment;
@@ -98,8 +99,8 @@ extern "C" int attn_cuda_sm90_forward_workspace(int device, const attn_cuda_atte
   int processors = 0;
   if (const int error = find_processors(device, &processors)) return error;
   const int64_t segments = split_segments(*problem, processors);
-  *bytes = attn_cuda::input_bytes(*problem) + extra_copy_bytes(*problem) + attn_cuda::plan_bytes(*problem, 1) +
-           (segments == 0 ? attn_cuda::aligned(sizeof(uint32_t)) : part_bytes(*problem, segments));
+  *bytes = attn_cuda::input_bytes(with_all_keys(*problem)) + hole_bytes(*problem) + extra_copy_bytes(*problem) +
+           attn_cuda::plan_bytes(*problem, 1) + (segments == 0 ? attn_cuda::aligned(sizeof(uint32_t)) : part_bytes(*problem, segments));
   return 0;
 }
 
@@ -119,7 +120,8 @@ extern "C" int attn_cuda_sm90_forward(int device, void* stream, const attn_cuda_
   Workspace space(workspace);
   ForwardArguments arguments{};
   Attention& attention = arguments.problem;
-  if (const int error = prepare(device, stream, *problem, space, &attention)) return error;
+  if (const int error = prepare(device, stream, with_all_keys(*problem), space, &attention)) return error;
+  if (const int error = find_holes(*problem, space, stream, &arguments.holes)) return error;
   if (const int error = describe(*problem, problem->k, space, stream, &attention.k, &arguments.k)) return error;
   if (const int error = describe(*problem, problem->v, space, stream, &attention.v, &arguments.v)) return error;
   arguments.factor = factor;

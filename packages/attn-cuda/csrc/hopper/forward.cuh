@@ -14,6 +14,7 @@ struct ForwardArguments {
   void* out;
   float* lse;
   int64_t blocks;
+  const Hole* holes;  // of each item; null: none
   uint32_t* counter;  // of blocks taken beyond the first of each multiprocessor, zero at first; null where there are none
   bool garbage;       // a tile may hold rows of the arrays past an item's end
   // States of segments: n and l [segments, rows], O [segments, rows, D]. `segments` follow one another in the grid.

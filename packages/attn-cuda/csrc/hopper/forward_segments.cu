@@ -76,8 +76,8 @@ __device__ __forceinline__ void own_rows(const ForwardArguments& arguments, Segm
   const RowPair pair(problem, item, shared.block.rows, thread);
   SegmentState state;
   state.clear();
-  float o[kColumns / 2], s[kScores], alpha[2];
-  uint32_t p[kTileKeys / kStepColumns][4];
+  float o[kColumns / 2], s[kScores], top[2], alpha[2];
+  uint32_t p[kSteps][4];
 #pragma unroll
   for (int i = 0; i < kColumns / 2; ++i) o[i] = 0.0f;
   Turn<Shared::kSlots> turn;
@@ -93,9 +93,10 @@ __device__ __forceinline__ void own_rows(const ForwardArguments& arguments, Segm
     if (speaks) barrier_arrive(&shared.free[turn.slot]);
     turn.next();
     pair.mask(s, tile * kTileKeys - shared.block.phase);
-    state.weigh(s, arguments.factor, alpha);
+    row_maxima(s, top);
+    state.weigh(s, top, arguments.factor, alpha);
 #pragma unroll
-    for (int step = 0; step < kTileKeys / kStepColumns; ++step) operand_of<Half>(s, step, p[step]);
+    for (int step = 0; step < kSteps; ++step) operand_of<Half>(s, step, p[step]);
     rescale(o, alpha);
     barrier_wait(&shared.full[turn.slot], turn.parity);
     pin(o);

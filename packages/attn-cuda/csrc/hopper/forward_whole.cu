@@ -1,6 +1,6 @@
-// Forward pass of sm90-v1, all keys of a block of rows. One warpgroup copies tiles of keys and values; the others own 64 rows each. While
-// one of them takes the exponentials of a tile, the tensor cores have the products of another one, and the next scores of the same one.
-// Every multiprocessor goes from block to block, and the tiles of the next one come while the last one is finished.
+// Forward pass of sm90-v1, all keys of a block of rows. Of the first warpgroup one warp copies tiles of keys and values, and one finds the
+// blocks; the other warpgroups own 64 rows each. While one of them takes the exponentials of a tile, the tensor cores have the products of
+// another one. Every multiprocessor goes from block to block, and the tiles of the next one come while the last one is finished.
 #include "hopper/forward.cuh"
 #include "hopper/row_state.cuh"
 
@@ -38,8 +38,6 @@ struct Registers {
   static_assert(kFeeder + kOwners * kOwner <= (kOwners + 1) * kLaunch, "an owner would wait for registers for ever");
 };
 
-constexpr int kFeedName = 1 + 2 * 3;  // named barriers: a turn and a warpgroup for each of up to three owners, and this one
-
 // Uses of a ring of two, of which every second one has the same slot.
 struct Uses {
   uint32_t count = 0;
@@ -61,9 +59,10 @@ __device__ __forceinline__ void copy_tiles(const ForwardArguments& arguments, Wh
   using Shared = Whole<kColumns, kOwners>;
   constexpr int kPanelBytes = kTileKeys * kPanelRowBytes;
   const int lane = static_cast<int>(threadIdx.x) % 32;
-  const Tiles tiles = block.tiles();
+  const Tiles seen = block.tiles();
+  const TileWalk<kTileKeys> tiles(seen.begin, seen.end, block.hole);
   const int32_t used = block.item.used;
-  for (int32_t tile = tiles.begin; tile < tiles.end; ++tile, ++copied.tiles.count) {
+  for (int32_t tile = tiles.begin; tile < tiles.end; tile = tiles.after(tile), ++copied.tiles.count) {
     const int stage = copied.tiles.slot();
     const uint32_t parity = copied.tiles.parity() ^ 1;
     const int32_t first = tile * kTileKeys - block.phase;
@@ -91,30 +90,44 @@ __device__ __forceinline__ void copy_tiles(const ForwardArguments& arguments, Wh
   }
 }
 
-// By one warpgroup: finds blocks, one ahead of the owners, and copies their tiles.
+// By one warp: finds blocks, one ahead of the owners and while the tiles of the last one are copied.
 template <int kColumns, int kOwners>
-__device__ __forceinline__ void feed(const ForwardArguments& arguments, Whole<kColumns, kOwners>& shared) {
+__device__ __forceinline__ void find_blocks(const ForwardArguments& arguments, Whole<kColumns, kOwners>& shared) {
   constexpr int kRows = Whole<kColumns, kOwners>::kRows;
-  const int thread = static_cast<int>(threadIdx.x);
-  Copied copied;
+  const int lane = static_cast<int>(threadIdx.x) % 32;
   for (Uses turn;; ++turn.count) {
     RowBlock<kRows>& block = shared.blocks[turn.slot()];
     barrier_wait(&shared.block_free[turn.slot()], turn.parity() ^ 1);
-    if (thread == 0) {
+    if (lane == 0) {
       const int64_t id = turn.count == 0                ? blockIdx.x
                          : arguments.counter == nullptr ? arguments.blocks
                                                         : int64_t{gridDim.x} + atomicAdd(arguments.counter, 1u);
       block.block = -1;
-      if (id < arguments.blocks) find_block(arguments.problem, arguments.order, id, &block);
+      if (id < arguments.blocks) {
+        find_block(arguments.problem, arguments.order, id, &block);
+        block.hole = hole_of(arguments.holes, block.item);
+      }
     }
-    named_sync(kFeedName, kWarpgroup);
+    __syncwarp();
     const bool some = block.block >= 0;
     if (some)
-      for (int row = thread; row < kRows; row += kWarpgroup) block.fill(arguments.problem, row);
-    named_sync(kFeedName, kWarpgroup);
+      for (int row = lane; row < kRows; row += 32) block.fill(arguments.problem, row);
+    __syncwarp();
     barrier_arrive(&shared.block_full[turn.slot()]);
     if (!some) return;
-    if (thread < 32) copy_tiles<kColumns, kOwners>(arguments, shared, block, copied);
+  }
+}
+
+// By another one: copies the tiles of the blocks found.
+template <int kColumns, int kOwners>
+__device__ __forceinline__ void copy_blocks(const ForwardArguments& arguments, Whole<kColumns, kOwners>& shared) {
+  Copied copied;
+  for (Uses turn;; ++turn.count) {
+    barrier_wait(&shared.block_full[turn.slot()], turn.parity());
+    const auto& block = shared.blocks[turn.slot()];
+    if (block.block < 0) return;
+    copy_tiles<kColumns, kOwners>(arguments, shared, block, copied);
+    barrier_arrive(&shared.block_free[turn.slot()]);
   }
 }
 
@@ -140,22 +153,24 @@ __device__ __forceinline__ void own_rows(const ForwardArguments& arguments, Whol
   uint8_t* queries = shared.queries[owner];
   float4* pieces = &shared.merged[0][owner * kWarpgroup + thread];
   const float factor = arguments.factor;
-  const Tiles tiles = block.tiles();
+  const Tiles seen = block.tiles();
+  TileWalk<kTileKeys> tiles(seen.begin, seen.end, block.hole);
 
   load_queries<kColumns>(arguments.problem.q, block.item, rows, thread, queries);
   async_fence();
   named_sync(own_name, kWarpgroup);
-  const RowPair pair(arguments.problem, block.item, rows, thread);
+  RowPair pair(arguments.problem, block.item, rows, thread);
   SegmentState state;
   MergedState run;
   state.clear();
-  float o[kColumns / 2], s[kScores], alpha[2];
-  uint32_t p[kTileKeys / kStepColumns][4];
+  float o[kColumns / 2], s[kScores], top[2], alpha[2];
+  uint32_t p[kSteps][4];
 #pragma unroll
   for (int i = 0; i < kColumns / 2; ++i) o[i] = 0.0f;
 
-  const int count = tiles.end - tiles.begin;
+  const int count = tiles.count();
   int32_t first = tiles.begin * kTileKeys - block.phase;
+  if (first < block.hole.end) pair.see_below(block.hole.begin);
   if (count > 0) {
     barrier_wait(&shared.keys_full[used.slot()], used.parity());
     pin(s);
@@ -166,27 +181,37 @@ __device__ __forceinline__ void own_rows(const ForwardArguments& arguments, Whol
     pin(s);
     if (speaks) barrier_arrive(&shared.keys_free[used.slot()]);
     pair.mask(s, first);
-    state.weigh(s, factor, alpha);
+    row_maxima(s, top);
+    state.weigh(s, top, factor, alpha);
 #pragma unroll
-    for (int step = 0; step < kTileKeys / kStepColumns; ++step) operand_of<Half>(s, step, p[step]);
+    for (int step = 0; step < kSteps; ++step) operand_of<Half>(s, step, p[step]);
   }
   int accumulate = 0;
   bool ended = false;  // the tile weighed last began a segment, and O is still that of the one before
+  // The segments so far into shared memory, where the tile weighed last began another one.
+  const auto merge = [&] {
+    run.merge(o, pieces, kOwners * kWarpgroup);
+    MergedState::keep(o, pieces, kOwners * kWarpgroup);
+  };
   // O as the product with that tile's values continues it.
   const auto carry = [&] {
-    if (ended) {
-      run.merge(o, pieces, kOwners * kWarpgroup);
-      MergedState::keep(o, pieces, kOwners * kWarpgroup);
-      accumulate = 0;
-    } else {
+    if (ended)
+      merge();
+    else
       rescale(o, alpha);
-    }
+    accumulate = !ended;
   };
 #pragma unroll 1
   for (int i = 1; i < count; ++i) {
     const Uses before = used;
     ++used.count;
     first += kTileKeys;
+    // On to the other side of the hole, at whose begin the keys that the rows see seem to end. Without one no key lies there.
+    if (first + kTileKeys > pair.outer && first >= block.hole.begin && first <= block.hole.end) {
+      tiles.begin += (block.hole.end - first) / kTileKeys;
+      first = block.hole.end;
+      pair.see_below(block.item.used);
+    }
     barrier_wait(&shared.keys_full[used.slot()], used.parity());
     await_turn<kOwners>(owner);
     pin(s);
@@ -207,24 +232,45 @@ __device__ __forceinline__ void own_rows(const ForwardArguments& arguments, Whol
     values_product<Half>(o, p, shared.values[before.slot()], accumulate);
     mma_commit();
     if (!merges) pass_turn<kOwners>(owner);
-    accumulate = 1;
     mma_wait<1>();
     pin(s);
     if (speaks) barrier_arrive(&shared.keys_free[used.slot()]);
+    pair.mask(s, first);
+    // ptxas moves the wait for O to the beginning of its basic block: only what comes before this branch overlaps with the product.
+    if constexpr (!kLate) row_maxima(s, top);
     ended = (tiles.begin + i) % kSegmentTiles == 0;
     if (ended) {
       run.append(state);
       state.clear();
     }
-    pair.mask(s, first);
-    state.weigh(s, factor, alpha);
     mma_wait<0>();
     pin(o);
     if (speaks) barrier_arrive(&shared.values_free[before.slot()]);
+    if constexpr (kLate) {
+      row_maxima(s, top);
+      state.weigh(s, top, factor, alpha);
 #pragma unroll
-    for (int step = 0; step < kTileKeys / kStepColumns; ++step) operand_of<Half>(s, step, p[step]);
-    if constexpr (!kLate) carry();
+      for (int step = 0; step < kSteps; ++step) operand_of<Half>(s, step, p[step]);
+    } else {
+      if (ended) merge();
+      state.template weigh_and_scale<Half>(s, top, factor, p, o);
+      accumulate = !ended;  // where a segment begins, the next product starts from +0, and the scaled O is of no use
+    }
   }
+  float factors[2];
+  int again = thread;  // opaque: addresses made of it are not computed before the loop and held in registers, or spilled, through it
+  asm volatile("" : "+r"(again));
+  // While the last product runs: LSE, and the factors of O.
+  const auto settle = [&] {
+    run.append(state);
+#pragma unroll
+    for (int h = 0; h < 2; ++h) {
+      const Row row = rows[row_of_thread(again, h)];
+      const RowResult result = row_result(run.n[h], run.l[h], sink_of(arguments.problem, row));
+      factors[h] = result.factor;
+      if (again % 4 == 0 && row.head >= 0) arguments.lse[row_index(arguments.problem, block.item, row)] = result.lse;
+    }
+  };
   if (count > 0) {
     if constexpr (kLate) carry();
     barrier_wait(&shared.values_full[used.slot()], used.parity());
@@ -232,25 +278,18 @@ __device__ __forceinline__ void own_rows(const ForwardArguments& arguments, Whol
     mma_fence();
     values_product<Half>(o, p, shared.values[used.slot()], accumulate);
     mma_commit();
+    settle();
     mma_wait<0>();
     pin(o);
     if (speaks) barrier_arrive(&shared.values_free[used.slot()]);
     ++used.count;
+  } else {
+    settle();
   }
-  run.append(state);
   run.merge(o, pieces, kOwners * kWarpgroup);
-
-  float factors[2];
-#pragma unroll
-  for (int h = 0; h < 2; ++h) {
-    const Row row = rows[row_of_thread(thread, h)];
-    const RowResult result = row_result(run.n[h], run.l[h], sink_of(arguments.problem, row));
-    factors[h] = result.factor;
-    if (thread % 4 == 0 && row.head >= 0) arguments.lse[row_index(arguments.problem, block.item, row)] = result.lse;
-  }
-  stage_rows<Half>(o, factors, thread, queries);
+  stage_rows<Half>(o, factors, again, queries);
   named_sync(own_name, kWarpgroup);
-  store_rows<kColumns>(arguments.problem, block.item, rows, thread, queries, arguments.out);
+  store_rows<kColumns>(arguments.problem, block.item, rows, again, queries, arguments.out);
   named_sync(own_name, kWarpgroup);
 }
 
@@ -269,8 +308,8 @@ __global__ void __launch_bounds__(Whole<kColumns, kOwners>::kThreads, 1)
       barrier_init(&shared.values_free[stage], kOwners * 4);
     }
     for (int slot = 0; slot < kBlocks; ++slot) {
-      barrier_init(&shared.block_full[slot], kWarpgroup);
-      barrier_init(&shared.block_free[slot], Shared::kOwnerThreads);
+      barrier_init(&shared.block_full[slot], 32);
+      barrier_init(&shared.block_free[slot], Shared::kOwnerThreads + 32);
     }
     barrier_init(&shared.values_loaded, 1);
     barrier_init_fence();
@@ -278,7 +317,9 @@ __global__ void __launch_bounds__(Whole<kColumns, kOwners>::kThreads, 1)
   __syncthreads();
   if (role == 0) {
     fewer_registers<Registers<kOwners>::kFeeder>();
-    feed<kColumns, kOwners>(arguments, shared);
+    const int warp = __shfl_sync(~0u, static_cast<int>(threadIdx.x) / 32, 0);
+    if (warp == 0) copy_blocks<kColumns, kOwners>(arguments, shared);
+    if (warp == 1) find_blocks<kColumns, kOwners>(arguments, shared);
   } else {
     more_registers<Registers<kOwners>::kOwner>();
     const int owner = role - 1;

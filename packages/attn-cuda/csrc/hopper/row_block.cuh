@@ -3,6 +3,7 @@
 
 #include "attention_problem.cuh"
 #include "hopper/arithmetic.cuh"
+#include "hopper/hole.cuh"
 #include "hopper/tensor_copy.cuh"
 #include "hopper/wgmma.cuh"
 
@@ -43,6 +44,7 @@ struct RowBlock {
   Item item;
   int32_t kv_head;
   int32_t phase;
+  Hole hole;        // of the whole kernel
   int64_t block;    // -1: nothing to do
   Row rows[kRows];  // head < 0: absent
   Tiles seen[kWarps];
@@ -111,22 +113,20 @@ __device__ __forceinline__ int row_of_thread(int thread, int h) { return thread 
 // Panels of 64 rows of q for a warpgroup, by its threads; absent rows are +0. The array has `vectors`.
 template <int kColumns>
 __device__ __forceinline__ void load_queries(const Array& q, const Item& item, const Row* rows, int thread, uint8_t* panels) {
-  constexpr int kPieces = kColumns / 8, kEach = kWarpgroupRows * kPieces / kWarpgroup;
+  constexpr int kPieces = kColumns / 8, kEach = kWarpgroupRows * kPieces / kWarpgroup, kApart = kWarpgroup / kPieces;
+  const int first = thread / kPieces, column = thread % kPieces * 8;
+  const auto* from = static_cast<const uint16_t*>(q.data) + query_offset(q, item, Row{0, 0}) + column;
   uint4 pieces[kEach];
 #pragma unroll
   for (int i = 0; i < kEach; ++i) {
-    const int piece = thread + i * kWarpgroup;
-    const Row row = rows[piece / kPieces];
+    const Row row = rows[first + i * kApart];
+    const auto* piece = reinterpret_cast<const uint4*>(from + row.head * q.head + row.query * q.row);
     pieces[i] = make_uint4(0, 0, 0, 0);
-    if (row.head >= 0)
-      pieces[i] = *reinterpret_cast<const uint4*>(static_cast<const uint16_t*>(q.data) + query_offset(q, item, row) + piece % kPieces * 8);
+    if (row.head >= 0) pieces[i] = *piece;
   }
+  uint8_t* panel = panels + column / kPanel * (kWarpgroupRows * kPanelRowBytes);
 #pragma unroll
-  for (int i = 0; i < kEach; ++i) {
-    const int piece = thread + i * kWarpgroup, column = piece % kPieces * 8;
-    uint8_t* panel = panels + column / kPanel * (kWarpgroupRows * kPanelRowBytes);
-    *reinterpret_cast<uint4*>(panel + swizzled(piece / kPieces, column % kPanel)) = pieces[i];
-  }
+  for (int i = 0; i < kEach; ++i) *reinterpret_cast<uint4*>(panel + swizzled(first + i * kApart, column % kPanel)) = pieces[i];
 }
 
 // An accumulator times a factor for each of the thread's two rows, as halves into panels of 64 rows.
@@ -142,20 +142,27 @@ __device__ __forceinline__ void stage_rows(const float (&o)[kCount], const float
   }
 }
 
-// 64 rows of halves from panels to `out`, contiguous, by the threads of a warpgroup.
+// 64 rows of halves from panels to `out`, contiguous, by the threads of a warpgroup. All of a thread's reads come before its writes.
 template <int kColumns>
 __device__ __forceinline__ void store_rows(const Attention& problem, const Item& item, const Row* rows, int thread, const uint8_t* panels,
                                            void* out) {
-  constexpr int kPieces = kColumns / 8, kEach = kWarpgroupRows * kPieces / kWarpgroup;
+  constexpr int kPieces = kColumns / 8, kEach = kWarpgroupRows * kPieces / kWarpgroup, kApart = kWarpgroup / kPieces;
+  const int first = thread / kPieces, column = thread % kPieces * 8;
+  const uint8_t* panel = panels + column / kPanel * (kWarpgroupRows * kPanelRowBytes);
+  Row row[kEach];
+  uint4 values[kEach];
 #pragma unroll
   for (int i = 0; i < kEach; ++i) {
-    const int piece = thread + i * kWarpgroup, column = piece % kPieces * 8;
-    const Row row = rows[piece / kPieces];
-    const uint8_t* panel = panels + column / kPanel * (kWarpgroupRows * kPanelRowBytes);
-    const uint4 values = *reinterpret_cast<const uint4*>(panel + swizzled(piece / kPieces, column % kPanel));
-    if (row.head >= 0)
-      *reinterpret_cast<uint4*>(static_cast<uint16_t*>(out) + query_result(problem, item, row, kColumns) + column) = values;
+    row[i] = rows[first + i * kApart];
+    values[i] = *reinterpret_cast<const uint4*>(panel + swizzled(first + i * kApart, column % kPanel));
   }
+  const int64_t base = query_result(problem, item, Row{0, 0}, kColumns);
+  const int64_t head = query_result(problem, item, Row{1, 0}, kColumns) - base;
+  const int64_t query = query_result(problem, item, Row{0, 1}, kColumns) - base;
+  auto* to = static_cast<uint16_t*>(out) + base + column;
+#pragma unroll
+  for (int i = 0; i < kEach; ++i)
+    if (row[i].head >= 0) *reinterpret_cast<uint4*>(to + row[i].head * head + row[i].query * query) = values[i];
 }
 
 // Zeros the rows [first, kTileKeys) of a tile in shared memory, by one warp.

@@ -7,6 +7,7 @@
 namespace attn_cuda::hopper {
 
 constexpr int kScores = kTileKeys / 2;  // of a tile, in a thread
+constexpr int kSteps = kTileKeys / kStepColumns;
 
 // The two rows of a thread, as it sees the keys; `inner` and `outer` bound the tiles that all rows of the warp see as a whole.
 struct RowPair {
@@ -23,6 +24,9 @@ struct RowPair {
     inner = __reduce_max_sync(~0u, max(keys[0].lower, keys[1].lower));
     outer = __reduce_min_sync(~0u, min(keys[0].upper, keys[1].upper));
   }
+
+  // For rows that all see the keys below `upper`: up to a hole, and past it.
+  __device__ __forceinline__ void see_below(int32_t upper) { keys[0].upper = keys[1].upper = outer = upper; }
 
   // Scores of the tile that begins with stored key `first`: -inf for what a row does not see.
   __device__ __forceinline__ void mask(float (&s)[kScores], int32_t first) const {
@@ -41,6 +45,18 @@ struct RowPair {
   }
 };
 
+// Largest score of each row.
+__device__ __forceinline__ void row_maxima(const float (&s)[kScores], float (&top)[2]) {
+#pragma unroll
+  for (int h = 0; h < 2; ++h) {
+    top[h] = fmaxf(s[2 * h], s[2 * h + 1]);
+#pragma unroll
+    for (int j = 1; j < kScores / 4; ++j) top[h] = fmaxf(top[h], fmaxf(s[4 * j + 2 * h], s[4 * j + 2 * h + 1]));
+  }
+#pragma unroll
+  for (int h = 0; h < 2; ++h) top[h] = quad_max(top[h]);
+}
+
 struct SegmentState {
   float n[2], l[2][2];
 
@@ -49,26 +65,83 @@ struct SegmentState {
     for (int h = 0; h < 2; ++h) n[h] = dead(), l[h][0] = l[h][1] = 0.0f;
   }
 
-  // Scores become p; `alpha` is the factor of O.
-  __device__ __forceinline__ void weigh(float (&s)[kScores], float factor, float (&alpha)[2]) {
+  // n after a tile whose largest scores are `top`, the origins of its exponents, and the factor of O.
+  __device__ __forceinline__ void advance(const float (&top)[2], float factor, float (&origin)[2], float (&alpha)[2]) {
 #pragma unroll
     for (int h = 0; h < 2; ++h) {
-      float top = fmaxf(s[2 * h], s[2 * h + 1]);
-#pragma unroll
-      for (int j = 1; j < kScores / 4; ++j) top = fmaxf(top, fmaxf(s[4 * j + 2 * h], s[4 * j + 2 * h + 1]));
-      const float following = fmaxf(n[h], mul(quad_max(top), factor)), origin = origin_of(following);
-      alpha[h] = ex2(sub(n[h], origin));
+      const float following = fmaxf(n[h], mul(top[h], factor));
+      origin[h] = origin_of(following);
+      alpha[h] = ex2(sub(n[h], origin[h]));
       n[h] = following;
+    }
+  }
+
+  // Scores become p; `alpha` is the factor of O.
+  __device__ __forceinline__ void weigh(float (&s)[kScores], const float (&top)[2], float factor, float (&alpha)[2]) {
+    float origin[2];
+    advance(top, factor, origin, alpha);
+#pragma unroll
+    for (int h = 0; h < 2; ++h) {
 #pragma unroll
       for (int j = 0; j < kScores / 4; ++j) {
 #pragma unroll
-        for (int e = 0; e < 2; ++e) s[4 * j + 2 * h + e] = ex2(fma(s[4 * j + 2 * h + e], factor, -origin));
+        for (int e = 0; e < 2; ++e) s[4 * j + 2 * h + e] = ex2(fma(s[4 * j + 2 * h + e], factor, -origin[h]));
       }
     }
 #pragma unroll
     for (int h = 0; h < 2; ++h) {
 #pragma unroll
       for (int e = 0; e < 2; ++e) l[h][e] = fma(l[h][e], alpha[h], class_of<kScores / 4>(s, h, e));
+    }
+  }
+
+  // The same with O, which is scaled, and p as operands. In slices whose sums and conversions follow the exponentials of the next slice:
+  // ptxas then keeps them between exponentials, which costs the tensor cores less than runs of additions do.
+  template <typename Half>
+  __device__ __forceinline__ void weigh_and_scale(float (&s)[kScores], const float (&top)[2], float factor, uint32_t (&p)[kSteps][4],
+                                                  float (&o)[kScores]) {
+    constexpr int kSlices = 4, kGroups = kScores / 4 / kSlices;  // of a row; the groups of a slice are kSlices apart
+    static_assert(kGroups == 4);
+    float origin[2], alpha[2], parts[2][2][kSlices];
+    advance(top, factor, origin, alpha);
+    const auto finish = [&](int h, int slice) {
+#pragma unroll
+      for (int e = 0; e < 2; ++e) {
+        const auto of_group = [&](int i) { return s[4 * (slice + kSlices * i) + 2 * h + e]; };
+        parts[h][e][slice] = add(add(of_group(0), of_group(2)), add(of_group(1), of_group(3)));
+      }
+#pragma unroll
+      for (int i = 0; i < kGroups; ++i) {
+        const int j = slice + kSlices * i;
+        p[j / 2][j % 2 * 2 + h] = pair_of<Half>(s[4 * j + 2 * h], s[4 * j + 2 * h + 1]);
+      }
+    };
+#pragma unroll
+    for (int turn = 0; turn < 2 * kSlices; ++turn) {
+      const int h = turn / kSlices, slice = turn % kSlices;
+#pragma unroll
+      for (int i = 0; i < kGroups; ++i) {
+#pragma unroll
+        for (int e = 0; e < 2; ++e) {
+          float& x = s[4 * (slice + kSlices * i) + 2 * h + e];
+          x = ex2(fma(x, factor, -origin[h]));
+        }
+      }
+#pragma unroll
+      for (int i = 0; i < kGroups; ++i) {
+#pragma unroll
+        for (int e = 0; e < 2; ++e) {
+          float& x = o[4 * (slice + kSlices * i) + 2 * h + e];
+          x = mul(x, alpha[h]);
+        }
+      }
+      if (turn > 0) finish((turn - 1) / kSlices, (turn - 1) % kSlices);
+    }
+    finish(1, kSlices - 1);
+#pragma unroll
+    for (int h = 0; h < 2; ++h) {
+#pragma unroll
+      for (int e = 0; e < 2; ++e) l[h][e] = fma(l[h][e], alpha[h], sum_by_halves(parts[h][e]));
     }
   }
 
@@ -96,16 +169,16 @@ struct MergedState {
 
   // Takes n and l of a segment. The first one is copied.
   __device__ __forceinline__ void append(const SegmentState& segment) {
+    const float sum[2] = {segment.sum(0), segment.sum(1)};
+    if (segments == 0) {
 #pragma unroll
-    for (int h = 0; h < 2; ++h) {
-      const float sum = segment.sum(h);
-      if (segments == 0) {
-        n[h] = segment.n[h];
-        l[h] = sum;
-      } else {
-        factors[h] = merge_factors(n[h], l[h], segment.n[h], sum);
+      for (int h = 0; h < 2; ++h) n[h] = segment.n[h], l[h] = sum[h];
+    } else {
+#pragma unroll
+      for (int h = 0; h < 2; ++h) {
+        factors[h] = merge_factors(n[h], l[h], segment.n[h], sum[h]);
         n[h] = factors[h].n;
-        l[h] = merged(l[h], sum, factors[h]);
+        l[h] = merged(l[h], sum[h], factors[h]);
       }
     }
     ++segments;
@@ -134,12 +207,10 @@ struct MergedState {
 
 // o (64 x kColumns) = p (64 x 128, operands of the eight steps) times the tile of v at `tile`, from o or, where `accumulate` is 0, from +0.
 template <typename Half, int kCount>
-__device__ __forceinline__ void values_product(float (&o)[kCount], const uint32_t (&p)[kTileKeys / kStepColumns][4], const uint8_t* tile,
-                                               int accumulate) {
+__device__ __forceinline__ void values_product(float (&o)[kCount], const uint32_t (&p)[kSteps][4], const uint8_t* tile, int accumulate) {
   const uint64_t v = row_descriptor(tile, kTileKeys * kPanelRowBytes);
 #pragma unroll
-  for (int step = 0; step < kTileKeys / kStepColumns; ++step)
-    mma_step<Half, kAlongRows>(o, p[step], v + step * kRowStep, step == 0 ? accumulate : 1);
+  for (int step = 0; step < kSteps; ++step) mma_step<Half, kAlongRows>(o, p[step], v + step * kRowStep, step == 0 ? accumulate : 1);
 }
 
 // s (64 x 128) = the warpgroup's queries times the tile of k at `tile`.

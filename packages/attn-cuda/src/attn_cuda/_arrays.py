@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from functools import cache, partial
 from types import ModuleType
@@ -55,8 +56,11 @@ def dtype_codes(module: ModuleType) -> dict[torch.dtype, int]:
 
 
 def allocator(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Callable[[], Tensor]:
-    """Makes contiguous tensors: with given strides torch takes half as long as with a shape alone."""
-    return partial(torch.empty_strided, tuple(shape), contiguous_strides(shape), dtype=dtype, device=device)
+    """Makes contiguous tensors like one that holds no memory: reading a shape from Python takes torch as long as allocating."""
+    few = math.prod(shape) <= 1
+    like = torch.empty(1, dtype=dtype, device=device).as_strided(shape, contiguous_strides(shape) if few else (0,) * len(shape))
+    like.untyped_storage().resize_(0)
+    return partial(torch.empty_like, like)
 
 
 def contiguous_strides(shape: tuple[int, ...]) -> tuple[int, ...]:

@@ -13,12 +13,13 @@ from attn_spec.torch import AttentionInputs, Launches
 from torch import Tensor
 
 from attn_cuda._arrays import Launch, address, allocator, array, dtype_codes, module_for, place
+from attn_cuda._describer import describer
 
-__all__ = ["MAX_HEAD_DIM", "AttentionKernels", "prepare_attention", "problem_of", "tensors_of", "with_contiguous_options"]
+__all__ = ["MAX_HEAD_DIM", "OPTIONS", "AttentionKernels", "prepare_attention", "problem_of", "tensors_of", "with_contiguous_options"]
 
 MAX_HEAD_DIM = 256
 """Largest head dim of q, k and v that the kernels hold."""
-_OPTIONS = (
+OPTIONS = (
     "query_mask",
     "key_mask",
     "kv_lengths",
@@ -31,7 +32,7 @@ _OPTIONS = (
     "sinks",
 )
 """What the kernels read as contiguous arrays, in the order of the C interface."""
-_INPUTS = ("q", "k", "v", *_OPTIONS, "bias")
+_INPUTS = ("q", "k", "v", *OPTIONS, "bias")
 """All tensors, in the order of the C interface."""
 _TENSORS = [field.name for field in fields(AttentionInputs)][:14]
 """All tensors, in the order of the registered operator."""
@@ -116,8 +117,9 @@ def _forward_launch(inputs: AttentionInputs, out_dtype: torch.dtype, count: int)
     return launch if count else launch_alone
 
 
+_OPTION_TENSORS = attrgetter(*OPTIONS)
 _VALUES = attrgetter(*[field.name for field in fields(AttentionInputs)])
-_FORWARD = Launches(lambda out_dtype, count, *values: _forward_launch(AttentionInputs(*values), out_dtype, count))
+_FORWARD = Launches(lambda out_dtype, count, *values: _forward_launch(AttentionInputs(*values), out_dtype, count), describer)
 
 
 def _module(inputs: AttentionInputs, *others: Tensor | None) -> ModuleType:
@@ -141,9 +143,8 @@ def tensors_of(inputs: AttentionInputs) -> dict[str, Tensor]:
 
 def with_contiguous_options(inputs: AttentionInputs) -> AttentionInputs:
     """The kernels take strides of q, k, v and bias only."""
-    copied: dict[str, Any] = {
-        name: tensor.contiguous() for name, tensor in tensors_of(inputs).items() if name in _OPTIONS and not tensor.is_contiguous()
-    }
+    given = zip(OPTIONS, _OPTION_TENSORS(inputs), strict=True)
+    copied: dict[str, Any] = {name: tensor.contiguous() for name, tensor in given if tensor is not None and not tensor.is_contiguous()}
     return replace(inputs, **copied) if copied else inputs
 
 
@@ -151,7 +152,7 @@ def problem_of(codes: dict[torch.dtype, int], inputs: AttentionInputs) -> tuple[
     """The problem as the extension takes it; options must be contiguous."""
     q, bias, segments = inputs.q, inputs.bias, inputs.cu_seqlens_q
     arrays = array(codes, q), array(codes, inputs.k), array(codes, inputs.v)
-    pointers = tuple([address(getattr(inputs, name)) for name in _OPTIONS])
+    pointers = tuple([address(getattr(inputs, name)) for name in OPTIONS])
     shift = None if bias is None else array(codes, bias)
     batch = q.shape[0] if segments is None else segments.numel() - 1
     return (batch, *arrays, pointers, shift, inputs.causal, inputs.window_left, inputs.window_right)

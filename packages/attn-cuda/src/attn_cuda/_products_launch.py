@@ -7,6 +7,7 @@ from attn_spec.torch import Launches
 from torch import Tensor
 
 from attn_cuda._arrays import Launch, allocator, array, contiguous_strides, dtype_codes, module_for
+from attn_cuda._describer import describer
 
 __all__ = ["ProductKernels", "over_keys", "over_width"]
 
@@ -73,4 +74,4 @@ def _launch(kind: int, kv_heads: int, scale: float, left: Tensor, right: Tensor,
     return launch
 
 
-_OVER_WIDTH, _OVER_KEYS, _OVER_QUERIES = Launches(over_width), Launches(over_keys), Launches(_over_queries)
+_OVER_WIDTH, _OVER_KEYS, _OVER_QUERIES = (Launches(prepare, describer) for prepare in (over_width, over_keys, _over_queries))

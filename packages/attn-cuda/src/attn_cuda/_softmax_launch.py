@@ -12,6 +12,7 @@ from attn_spec.torch import Launches
 from torch import Tensor
 
 from attn_cuda._arrays import Launch, allocator, dtype_codes, module_for, place
+from attn_cuda._describer import describer
 
 __all__ = ["SoftmaxKernels", "prepare_softmax"]
 
@@ -146,7 +147,7 @@ def _forward_launch(kernel: str, scores: Tensor, mask: Tensor | None, stored: to
     return launch if keeps_state else launch_alone
 
 
-_FORWARD = Launches(_forward_launch)
+_FORWARD = Launches(_forward_launch, describer)
 
 
 def _module(scores: Tensor, mask: Tensor | None, *others: Tensor) -> ModuleType:
@@ -193,16 +194,18 @@ def _collapsed(shape: torch.Size, tensors: list[Tensor]) -> list[Axis]:
     return merged
 
 
-def _compaction(module: ModuleType, scores: Tensor, mask: Tensor) -> Callable[[int, int], tuple[Compacted, tuple[Tensor, ...]]]:
-    """From the address of a contiguous mask and a stream: the logical keys of each batch item, and the tensors that hold them until the
-    kernel is enqueued."""
-    batch, keys, device = mask.shape[0], mask.shape[1], mask.device
-    positions_of, counts_of = allocator((batch, keys), torch.int32, device), allocator((batch,), torch.int32, device)
-    rows_per_batch = math.prod(scores.shape[1:-1])
+def _compaction(module: ModuleType, scores: Tensor, mask: Tensor) -> Callable[[int, int], tuple[Compacted, Tensor]]:
+    """From the address of a contiguous mask and a stream: the logical keys of each batch item, and the tensor that holds positions and
+    counts until the kernel is enqueued."""
+    batch, keys, index = mask.shape[0], mask.shape[1], mask.device.index
+    held_of = allocator((batch * keys + batch,), torch.int32, mask.device)
+    rows_per_batch, counts_offset = math.prod(scores.shape[1:-1]), batch * keys * torch.int32.itemsize
 
-    def compact(kept: int, stream: int) -> tuple[Compacted, tuple[Tensor, ...]]:
-        positions, counts = positions_of(), counts_of()
-        module.compact_keys(device.index, stream, kept, batch, keys, positions.data_ptr(), counts.data_ptr())
-        return (kept, positions.data_ptr(), counts.data_ptr(), rows_per_batch), (positions, counts)
+    def compact(kept: int, stream: int) -> tuple[Compacted, Tensor]:
+        held = held_of()
+        positions = held.data_ptr()
+        counts = positions + counts_offset
+        module.compact_keys(index, stream, kept, batch, keys, positions, counts)
+        return (kept, positions, counts, rows_per_batch), held
 
     return compact

@@ -10,7 +10,9 @@ from attn_spec._sm90 import CONTRACT as SM90
 from attn_spec.torch import Operators, TorchBackend
 
 from attn_cuda._attention_launch import MAX_HEAD_DIM, AttentionKernels
+from attn_cuda._describer import describer
 from attn_cuda._extension import extension, unavailable
+from attn_cuda._joint_launch import JointKernels
 from attn_cuda._prepared import prepare
 from attn_cuda._products_launch import ProductKernels
 from attn_cuda._sm90_launch import Sm90Kernels, sm90_reasons
@@ -43,10 +45,11 @@ _CAPABILITIES = Capabilities(
 )
 
 
-class _CudaKernels(SoftmaxKernels, ProductKernels, AttentionKernels, Sm90Kernels):
+class _CudaKernels(SoftmaxKernels, ProductKernels, AttentionKernels, Sm90Kernels, JointKernels):
     """Every kernel of the ``cuda`` engine."""
 
     prepare = staticmethod(prepare)
+    describer = staticmethod(describer)
 
 
 class CudaBackend(TorchBackend):

@@ -106,12 +106,6 @@ int64_t workspace_bytes(const Config& config, Pass pass, const Tensors& tensors)
   return bytes;
 }
 
-// An array that is not aligned to 16 bytes would be copied to a workspace that the plan does not have.
-void require_aligned(const Config& config, Pass pass, const Tensors& tensors, const Kept& kept) {
-  if (workspace_bytes(config, pass, tensors) > workspace_bytes(config, pass, planned(config, pass, kept)))
-    throw InvalidCall("an array is not aligned to 16 bytes, and the workspace has no room to copy it");
-}
-
 }  // namespace
 
 bool is_empty(const Config& config, Pass pass) {
@@ -158,7 +152,7 @@ void CudaEngine::size(const Config& config, Pass pass, Plan& plan) const {
 
 void CudaEngine::run_forward(const Config& config, const Tensors& tensors, const Workspace& workspace, void* stream) const {
   if (is_empty(config, Pass::forward)) return;
-  require_aligned(config, Pass::forward, tensors, kept());
+  require_aligned(config, Pass::forward, tensors, kept(), workspace_bytes);
   const attn_cuda_attention problem = cuda_problem(config, tensors);
   const attn_cuda_attention_results results{tensors.out, static_cast<int32_t>(config.out_dtype), tensors.lse, tensors.row_max,
                                             tensors.row_sum};
@@ -167,7 +161,7 @@ void CudaEngine::run_forward(const Config& config, const Tensors& tensors, const
 
 void CudaEngine::run_backward(const Config& config, const Tensors& tensors, const Workspace& workspace, void* stream) const {
   if (is_empty(config, Pass::backward)) return;
-  require_aligned(config, Pass::backward, tensors, kept());
+  require_aligned(config, Pass::backward, tensors, kept(), workspace_bytes);
   const attn_cuda_attention problem = cuda_problem(config, tensors);
   const attn_cuda_attention_gradients gradients = gradients_of(config, tensors);
   check_cuda(table().backward(static_cast<int>(config.device), stream, &problem, &gradients, workspace.part<void>("attn_cuda")),

@@ -48,6 +48,15 @@ attn_cuda_attention cuda_problem(const Config& config, const Tensors& tensors);
 // Tensors as a plan has them: attn-cuda sizes its workspace from which pointers are null and how they are aligned; XLA's buffers are
 // aligned.
 Tensors planned(const Config& config, Pass pass, const Kept& kept);
+
+// Throws where `workspace_bytes(config, pass, tensors)` is more than the plan has: an array that is not aligned to 16 bytes would be copied
+// there.
+template <typename Bytes>
+void require_aligned(const Config& config, Pass pass, const Tensors& tensors, const Kept& kept, Bytes workspace_bytes) {
+  if (workspace_bytes(config, pass, tensors) > workspace_bytes(config, pass, planned(config, pass, kept)))
+    throw InvalidCall("an array is not aligned to 16 bytes, and the workspace has no room to copy it");
+}
+
 // Whether a pass has nothing to write.
 bool is_empty(const Config& config, Pass pass);
 // Reasons against lengths and alignments.

@@ -40,12 +40,6 @@ int64_t workspace_bytes(const Config& config, Pass pass, const Tensors& tensors)
   return bytes;
 }
 
-// An array that is not aligned to 16 bytes would be copied to a workspace that the plan does not have.
-void require_aligned(const Config& config, Pass pass, const Tensors& tensors, const Kept& kept) {
-  if (workspace_bytes(config, pass, tensors) > workspace_bytes(config, pass, planned(config, pass, kept)))
-    throw InvalidCall("an array is not aligned to 16 bytes, and the workspace has no room to copy it");
-}
-
 }  // namespace
 
 std::string bind_cuda_sm90(const attn_cuda_sm90_interface* candidate) {
@@ -90,7 +84,7 @@ void Sm90CudaEngine::size(const Config& config, Pass pass, Plan& plan) const {
 
 void Sm90CudaEngine::run_forward(const Config& config, const Tensors& tensors, const Workspace& workspace, void* stream) const {
   if (is_empty(config, Pass::forward)) return;
-  require_aligned(config, Pass::forward, tensors, kept());
+  require_aligned(config, Pass::forward, tensors, kept(), workspace_bytes);
   const attn_cuda_attention problem = cuda_problem(config, tensors);
   const attn_cuda_sm90_results results{tensors.out, tensors.lse};
   check_cuda(
@@ -100,7 +94,7 @@ void Sm90CudaEngine::run_forward(const Config& config, const Tensors& tensors, c
 
 void Sm90CudaEngine::run_backward(const Config& config, const Tensors& tensors, const Workspace& workspace, void* stream) const {
   if (is_empty(config, Pass::backward)) return;
-  require_aligned(config, Pass::backward, tensors, kept());
+  require_aligned(config, Pass::backward, tensors, kept(), workspace_bytes);
   const attn_cuda_attention problem = cuda_problem(config, tensors);
   const attn_cuda_sm90_gradients gradients = gradients_of(config, tensors);
   check_cuda(table().backward(static_cast<int>(config.device), stream, &problem, sm90_factor(config), &gradients,

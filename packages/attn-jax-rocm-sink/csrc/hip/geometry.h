@@ -3,6 +3,7 @@
 #pragma once
 
 #include "../tensors.h"
+#include "attn/logical_keys.h"
 #include "attn/ordered.h"
 #include "attn/philox.h"
 
@@ -154,25 +155,11 @@ __device__ inline Range stored_range(const Config& config, const Item& item, int
   return begin < end ? Range{static_cast<int32_t>(begin), static_cast<int32_t>(end)} : Range{0, 0};
 }
 
-// Number of logical keys stored before `stored`.
-__device__ inline int32_t logical_before(const Item& item, int32_t stored) {
-  if (item.positions == nullptr) return stored;
-  int32_t low = 0, high = item.count;
-  while (low < high) {
-    const int32_t middle = low + (high - low) / 2;
-    if (item.positions[middle] < stored) {
-      low = middle + 1;
-    } else {
-      high = middle;
-    }
-  }
-  return low;
-}
-
 __device__ inline Range slot_range(const Config& config, const Item& item, int64_t query) {
   const Range stored = stored_range(config, item, query);
   if (stored.empty()) return stored;
-  const int32_t first = logical_before(item, stored.begin), last = logical_before(item, stored.end);
+  const int32_t first = logical_before(item.positions, item.count, stored.begin);
+  const int32_t last = logical_before(item.positions, item.count, stored.end);
   return first < last ? Range{item.shift + first, item.shift + last} : Range{0, 0};
 }
 

@@ -10,7 +10,7 @@ from attn_spec._backend import Backend
 from attn_spec._errors import BackendUnavailable, UnknownName
 from attn_spec._problem import Problem
 
-__all__ = ["GROUP", "backends", "explain", "get_backend", "in_order", "installed", "parse", "runners"]
+__all__ = ["GROUP", "backends", "explain", "fingerprints", "get_backend", "in_order", "installed", "parse", "runners"]
 
 GROUP = "attn.backends"
 
@@ -90,3 +90,14 @@ def runners(problem: Problem, *, without: str | None = None) -> tuple[str, ...]:
     """Names of the backends that run ``problem`` here."""
     names = {parse(name)[0] for name, reasons in explain(problem).items() if not reasons}
     return tuple(sorted(names - {without}))
+
+
+def fingerprints() -> dict[str, str]:
+    """Of the build of every installed engine on each device where it is usable."""
+    return {
+        f"{name}:{engine} on {device}": backend.fingerprint(device, engine)
+        for name, backend in backends().items()
+        for engine in backend.engines
+        for device in backend.capabilities(engine).devices
+        if backend.unavailable(device, engine) is None
+    }

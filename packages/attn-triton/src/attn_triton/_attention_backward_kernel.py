@@ -1,4 +1,4 @@
-"""delta, dq, dk and dv of contract ordered-v1's attention from recomputed P and dS, for 4-bit attention; dS of pairs for dbias.
+"""delta, dq and dk of contract ordered-v1's attention from recomputed P and dS, for 4-bit attention; dS of pairs for dbias.
 
 A program owns rows or keys and goes over the other side in ascending order; each kernel keeps one accumulator, since a second one makes
 LLVM hold the operands of both products at once. Nothing of the size of the scores is stored. The chains of scores and dP read copies of q,
@@ -261,15 +261,15 @@ def attention_key_sums(
     row_max,
     row_sum,
     delta,
-    rows_of,
-    rows_batch,
-    rows_head,
-    rows_row,
-    rows_column,
-    gradient,
-    gradient_batch,
-    gradient_head,
-    gradient_row,
+    q,
+    q_batch,
+    q_head,
+    q_row,
+    q_column,
+    dk,
+    dk_batch,
+    dk_head,
+    dk_row,
     spoiled,
     ROWS: tl.constexpr,
     KEYS: tl.constexpr,
@@ -279,10 +279,7 @@ def attention_key_sums(
     DOT: tl.constexpr,
     INTEGER_ROUNDING: tl.constexpr,
 ):
-    """dk (``rows_of`` is q and ``delta`` is given) or dv (``rows_of`` is dout and ``delta`` None) of one block of keys.
-
-    ``spoiled``, zeros at first, and SELECT are as in ``attention_query_sums``.
-    """
+    """dk of one block of keys, from the rows of ``q``; ``spoiled``, zeros at first, and SELECT are as in ``attention_query_sums``."""
     sizes = sizes_of(sizes)
     if SELECT:
         marked = tl.load(spoiled + tl.program_id(0))
@@ -298,10 +295,6 @@ def attention_key_sums(
         keys = keys_at(arrays, sizes, item, item.shift + first_key.to(tl.int32), KEYS)
         keys = Keys(tl.where(keys.present, keys.stored, 0), keys.present)  # known neighbours would cost sm_90 a few spills here
         begin, end = queries_of_keys(sizes, item, keys)
-        if delta is None:
-            width = arrays.value_dim
-        else:
-            width = arrays.head_dim
         acc = tl.zeros([KEYS, COLUMNS], tl.float32)
         first_head = work.kv_head * sizes.group
         for head in range(first_head, first_head + sizes.group):
@@ -309,24 +302,15 @@ def attention_key_sums(
                 rows = rows_of_head(arrays, sizes, item, head, first, end, ROWS)
                 at = row_values(arrays, sizes, item, rows)
                 m, s = row_state(row_max, row_sum, at, rows.present)
-                r_rows = query_rows(item, rows, rows_batch, rows_head, rows_row)
+                q_rows = query_rows(item, rows, q_batch, q_head, q_row)
                 seeing = rows.present & (rows.lower < rows.upper)
-                right = read_rows(rows_of, r_rows, seeing, rows_column, width, COLUMNS, DOT)
-                if delta is None:
-                    weights, masked = pair_probabilities(
-                        arrays, sizes, columns, item, work.kv_head, rows, keys, m, s, ROWS, KEYS, CHUNK, DOT, False
-                    )
-                else:
-                    d = tl.load(delta + at, mask=rows.present, other=0.0)
-                    weights, masked = pair_gradients(
-                        arrays, sizes, columns, item, work.kv_head, rows, keys, m, s, d, ROWS, KEYS, CHUNK, DOT, False
-                    )
-                acc = weighted_chain(acc, weights, masked, right, SELECT, DOT)
+                right = read_rows(q, q_rows, seeing, q_column, arrays.head_dim, COLUMNS, DOT)
+                d = tl.load(delta + at, mask=rows.present, other=0.0)
+                ds, masked = pair_gradients(arrays, sizes, columns, item, work.kv_head, rows, keys, m, s, d, ROWS, KEYS, CHUNK, DOT, False)
+                acc = weighted_chain(acc, ds, masked, right, SELECT, DOT)
         if not SELECT:
             tl.store(spoiled + tl.program_id(0), spoils(acc))
         column = tl.arange(0, COLUMNS)
-        into = key_rows(item, work.kv_head, keys, gradient_batch, gradient_head, gradient_row)
-        if delta is not None:
-            acc = acc * sizes.scale
-        present = keys.present[:, None] & (column < width)[None, :]
-        _store((gradient + into)[:, None] + column[None, :], acc + 0.0, present, INTEGER_ROUNDING)
+        into = key_rows(item, work.kv_head, keys, dk_batch, dk_head, dk_row)
+        present = keys.present[:, None] & (column < arrays.head_dim)[None, :]
+        _store((dk + into)[:, None] + column[None, :], acc * sizes.scale + 0.0, present, INTEGER_ROUNDING)

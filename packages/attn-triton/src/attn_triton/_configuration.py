@@ -13,7 +13,7 @@ from torch import Tensor
 from attn_triton._interpreter import bfloat16_by_shift, ieee_mode, patched_once, without_overflow_checks
 from attn_triton._softmax_kernel import INTERPRETED
 
-__all__ = ["Config", "on_device", "padded"]
+__all__ = ["Config", "PairConfig", "on_device", "padded"]
 
 
 @dataclass(frozen=True)
@@ -22,7 +22,8 @@ class Config:
 
     ``rows`` is the number of rows of one program, ``keys`` the number of keys that it holds at a time, ``chunk`` the number of columns that
     one step of a chain over columns reads; all are powers of two.
-    ``enable_fp_fusion`` stays False: the contract rounds every product.
+    ``registers`` of a thread are those that ptxas may use (NVIDIA alone): by itself it chooses fewer at times, for more programs at once,
+    and spills. ``enable_fp_fusion`` stays False: the contract rounds every product.
     """
 
     rows: int
@@ -30,12 +31,38 @@ class Config:
     keys: int = 64
     chunk: int = 32
     num_stages: int = 1
+    registers: int | None = None
     enable_fp_fusion: bool = False
 
     @property
     def options(self) -> dict[str, Any]:
         """Compiler options."""
-        return {name: value for name, value in asdict(self).items() if name not in ("rows", "keys", "chunk")}
+        found = {name: value for name, value in asdict(self).items() if name not in ("rows", "keys", "chunk", "registers")}
+        return found | _at_most(self.registers)
+
+
+def _at_most(registers: int | None) -> dict[str, int]:
+    return {} if registers is None else {"maxnreg": registers}
+
+
+@dataclass(frozen=True)
+class PairConfig:
+    """Block of pairs of one step and how the kernel is launched. No field moves a bit.
+
+    ``owners`` rows or keys belong to a program, ``others`` stream by; a chain of scores reads ``chunk`` columns a step. Powers of two.
+    ``registers`` are as in ``Config``.
+    """
+
+    owners: int
+    others: int
+    chunk: int
+    num_warps: int
+    registers: int | None = None
+
+    @property
+    def options(self) -> dict[str, Any]:
+        """Compiler options; the contract rounds every product."""
+        return {"num_warps": self.num_warps, "num_stages": 1, "enable_fp_fusion": False} | _at_most(self.registers)
 
 
 def padded(width: int) -> int:

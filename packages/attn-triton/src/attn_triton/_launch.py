@@ -6,6 +6,7 @@ from attn_triton import (
     _attention_backward_launch,
     _attention_launch,
     _products_launch,
+    _qat_backward_launch,
     _qat_launch,
     _sm90_backward_launch,
     _sm90_launch,
@@ -31,4 +32,4 @@ class TritonKernels:
     attention_sm90_forward = staticmethod(_sm90_launch.attention_forward)
     attention_sm90_backward = staticmethod(_sm90_backward_launch.attention_backward)
     qat_forward = staticmethod(_qat_launch.qat_forward)
-    qat_backward = staticmethod(_qat_launch.qat_backward)
+    qat_backward = staticmethod(_qat_backward_launch.qat_backward)

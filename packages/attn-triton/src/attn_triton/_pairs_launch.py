@@ -17,9 +17,10 @@ from attn_triton import _pairs_kernel as kernel
 from attn_triton._configuration import Config
 from attn_triton._pair_copies import columns_together, copy_strides, keys_copy, logical_keys, rows_copy
 from attn_triton._problem import Arrays, Grid, Problem, Sizes, key_grid, result_strides, row_grid
+from attn_triton._remembered_launch import Launches
 from attn_triton._softmax_kernel import INTERPRETED
 
-__all__ = ["CONFIGS", "FEW_CONFIGS", "SELECTIONS", "WORKSPACE", "PairConfigs", "Pairs", "Workspace", "pairs_of"]
+__all__ = ["CONFIGS", "FEW_CONFIGS", "SELECTIONS", "WORKSPACE", "PairConfigs", "Pairs", "Workspace", "configs_of", "pairs_of"]
 
 _TILE = 256
 _GRID = 65535
@@ -113,7 +114,8 @@ class Workspace:
 
 @dataclass(frozen=True)
 class Pairs:
-    """The pairs of one call, a workspace of its rows at a time. ``tiles`` are those of a line; ``dot``: NVIDIA's products of blocks."""
+    """The pairs of one call, a workspace of its rows at a time. ``tiles`` are those of a line; ``dot``: NVIDIA's products of blocks.
+    ``launch`` starts the kernels."""
 
     inputs: AttentionInputs
     problem: Problem
@@ -122,6 +124,7 @@ class Pairs:
     tiles: int
     few: bool
     dot: bool
+    launch: Launches
 
     @property
     def block(self) -> int:
@@ -145,15 +148,15 @@ class Pairs:
     def numbers(self, arrays: int) -> tuple[Tensor, ...]:
         """``arrays`` times a float32 number for each pair of a workspace."""
         size = self.lines(arrays) * self.tiles * _TILE
-        return tuple(torch.empty(size, dtype=torch.float32, device=self.inputs.q.device) for _ in range(arrays))
+        return tuple(self.launch.workspace(size, torch.float32, self.inputs.q.device) for _ in range(arrays))
 
     def sums(self, arrays: int, count: int) -> tuple[Tensor, ...]:
         """``count`` times a float32 number for each tile of a workspace with ``arrays`` numbers of each pair."""
         size = self.lines(arrays) * self.tiles
-        return tuple(torch.empty(size, dtype=torch.float32, device=self.inputs.q.device) for _ in range(count))
+        return tuple(self.launch.workspace(size, torch.float32, self.inputs.q.device) for _ in range(count))
 
     def ranges(self, arrays: int) -> Tensor:
-        return torch.empty(2 * self.lines(arrays) // self.block, dtype=torch.int32, device=self.inputs.q.device)
+        return self.launch.workspace(2 * self.lines(arrays) // self.block, torch.int32, self.inputs.q.device)
 
     def rows_copy(self, tensor: Tensor) -> Tensor:
         """A copy of q or dout for ``products``."""
@@ -177,7 +180,9 @@ class Pairs:
         config = self.configs.products
         # The address of a bias for each pair takes registers.
         keys = config.keys if self.problem.arrays.bias is None or not final else config.keys // 2
-        kernel.pair_products[(space.count, self.tiles * _TILE // keys)](
+        self.launch(
+            kernel.pair_products,
+            (space.count, self.tiles * _TILE // keys),
             *self.place(space),
             by_row,
             *copy_strides(by_row),
@@ -198,7 +203,9 @@ class Pairs:
     def scores_of_few(self, space: Workspace, found: Tensor, ranges: Tensor) -> None:
         config = self.configs.products
         arrays, encoded, _, first = self.place(space)
-        kernel.decode_products[(space.count, self.tiles)](
+        self.launch(
+            kernel.decode_products,
+            (space.count, self.tiles),
             arrays,
             encoded,
             first,
@@ -221,13 +228,35 @@ class Pairs:
     ) -> None:
         """LSE, row maximum and row sum of the rows in work."""
         config = self.configs.elements
-        kernel.tile_states[self.parts(space)](scores, ranges, *of_tiles, self.tiles, BLOCK=self.block, ROWS=config.rows, **config.options)
-        kernel.merge_states[(space.count,)](*self.place(space), ranges, *of_tiles, *results, self.tiles, BLOCK=self.block, **self.merging)
+        self.launch(
+            kernel.tile_states,
+            self.parts(space),
+            scores,
+            ranges,
+            *of_tiles,
+            self.tiles,
+            BLOCK=self.block,
+            ROWS=config.rows,
+            **config.options,
+        )
+        self.launch(
+            kernel.merge_states, space.count, *self.place(space), ranges, *of_tiles, *results, self.tiles, BLOCK=self.block, **self.merging
+        )
 
     def probabilities(self, space: Workspace, pairs: Tensor, ranges: Tensor, row_max: Tensor, row_sum: Tensor) -> None:
         config = self.configs.elements
-        kernel.to_probabilities[self.parts(space)](
-            *self.place(space), ranges, pairs, row_max, row_sum, self.tiles, BLOCK=self.block, ROWS=config.rows, **config.options
+        self.launch(
+            kernel.to_probabilities,
+            self.parts(space),
+            *self.place(space),
+            ranges,
+            pairs,
+            row_max,
+            row_sum,
+            self.tiles,
+            BLOCK=self.block,
+            ROWS=config.rows,
+            **config.options,
         )
 
     def deltas(
@@ -241,16 +270,37 @@ class Pairs:
     ) -> None:
         """delta and dsink of the rows in work; ``rows`` are row maximum, row sum, dLSE, delta and dsink."""
         config = self.configs.elements
-        kernel.tile_deltas[self.parts(space)](
-            probs, upstream, ranges, of_tiles, self.tiles, BLOCK=self.block, ROWS=config.rows, **config.options
+        self.launch(
+            kernel.tile_deltas,
+            self.parts(space),
+            probs,
+            upstream,
+            ranges,
+            of_tiles,
+            self.tiles,
+            BLOCK=self.block,
+            ROWS=config.rows,
+            **config.options,
         )
-        kernel.merge_deltas[(space.count,)](*self.place(space), ranges, of_tiles, *rows, self.tiles, BLOCK=self.block, **self.merging)
+        self.launch(
+            kernel.merge_deltas, space.count, *self.place(space), ranges, of_tiles, *rows, self.tiles, BLOCK=self.block, **self.merging
+        )
 
     def gradients(self, space: Workspace, probs: Tensor, pairs: Tensor, ranges: Tensor, delta: Tensor) -> None:
         """dP to dS."""
         config = self.configs.elements
-        kernel.to_gradients[self.parts(space)](
-            *self.place(space), ranges, probs, pairs, delta, self.tiles, BLOCK=self.block, ROWS=config.rows, **config.options
+        self.launch(
+            kernel.to_gradients,
+            self.parts(space),
+            *self.place(space),
+            ranges,
+            probs,
+            pairs,
+            delta,
+            self.tiles,
+            BLOCK=self.block,
+            ROWS=config.rows,
+            **config.options,
         )
 
     def row_sums(self, space: Workspace, weights: Tensor, ranges: Tensor, values: Tensor, factor: float, out: Tensor) -> None:
@@ -260,11 +310,13 @@ class Pairs:
             return
         columns = _columns(width, self.configs.columns)
         blocks = -(-width // columns)
-        spoiled = torch.empty(space.count * blocks, dtype=torch.int32, device=out.device)
+        spoiled = self.launch.workspace(space.count * blocks, torch.int32, out.device)
         batch, head, row = result_strides(values, self.inputs.packed)
         for select in SELECTIONS:
             config = self.configs.row_select if select else self.configs.row_sums
-            sums.row_sums[(space.count, blocks)](
+            self.launch(
+                sums.row_sums,
+                (space.count, blocks),
                 *self.place(space),
                 ranges,
                 weights,
@@ -320,7 +372,9 @@ class Pairs:
         arrays, encoded, plan, first = self.place(space)
         for select in SELECTIONS:
             config = self.configs.key_select if select else self.configs.key_sums
-            sums.key_sums[(key_blocks.programs, blocks)](
+            self.launch(
+                sums.key_sums,
+                (key_blocks.programs, blocks),
                 arrays,
                 encoded,
                 plan,
@@ -351,13 +405,19 @@ class Pairs:
             )
 
 
-def pairs_of(inputs: AttentionInputs, problem: Problem, *, backward: bool = False) -> Pairs:
+def configs_of(inputs: AttentionInputs, *, backward: bool = False) -> tuple[PairConfigs, bool]:
+    """Of a call on its device, and whether its rows are few."""
+    device, (heads, kv_heads) = platform(inputs.q.device), (inputs.q.shape[1], inputs.k.shape[1])
+    rows = heads // kv_heads * inputs.q.shape[2]
+    if device in FEW_CONFIGS and not inputs.packed and not backward and rows <= FEW_ROWS:
+        return FEW_CONFIGS[device][4 if rows <= 4 else 16], True
+    return CONFIGS[device], False
+
+
+def pairs_of(inputs: AttentionInputs, problem: Problem, launch: Launches | None = None, *, backward: bool = False) -> Pairs:
     """The pairs of a call on its device. Raises ValueError for more keys than the second axis of a grid has blocks for."""
-    device = platform(inputs.q.device)
-    sizes = problem.sizes
-    rows = sizes.group * sizes.queries
-    few = device in FEW_CONFIGS and not inputs.packed and not backward and rows <= FEW_ROWS
-    configs = FEW_CONFIGS[device][4 if rows <= 4 else 16] if few else CONFIGS[device]
+    device, sizes = platform(inputs.q.device), problem.sizes
+    configs, few = configs_of(inputs, backward=backward)
     most = _GRID * (_TILE if few else configs.products.keys // 2)
     if sizes.keys > most:
         raise ValueError(f"attention: at most {most} keys are supported on {device}; got {sizes.keys}")
@@ -365,7 +425,8 @@ def pairs_of(inputs: AttentionInputs, problem: Problem, *, backward: bool = Fals
     tiles = -(-(sizes.keys + (_TILE - 1 if inputs.k_start is not None else 0)) // _TILE)
     if not inputs.packed and sizes.queries % block == 0:  # a block has one head's queries: what it sees is as wide as its window
         tiles = min(tiles, (block + sizes.left + sizes.right + 2 * _TILE - 2) // _TILE)
-    return Pairs(inputs, problem, configs, row_grid(inputs, sizes, block), max(tiles, 1), few, device == "cuda")
+    grid = row_grid(inputs, sizes, block)
+    return Pairs(inputs, problem, configs, grid, max(tiles, 1), few, device == "cuda", launch or Launches())
 
 
 def _columns(width: int, most: int) -> int:

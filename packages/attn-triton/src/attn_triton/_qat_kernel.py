@@ -69,7 +69,7 @@ def qat_outputs(
     DOT: tl.constexpr,
     INTEGER_ROUNDING: tl.constexpr,
 ):
-    """out of one block of rows; ``spoiled`` and SELECT are as in ``attention_outputs``."""
+    """out of one block of rows; ``spoiled`` and SELECT are as in ``attention_query_sums``."""
     sizes = sizes_of(sizes)
     due = True
     if SELECT:

@@ -10,16 +10,27 @@ Source: a compiled kernel is started as in Triton's tutorial on fused softmax, `
 from __future__ import annotations
 
 from collections.abc import Hashable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
+from operator import attrgetter
 from typing import Any
 
+import torch
+from attn_spec.torch import AttentionInputs
 from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-__all__ = ["Kinds", "Launches", "kind_of"]
+__all__ = ["Kinds", "Launches", "kind_of", "options_of", "tensors_of"]
+
+_NAMES = tuple(field.name for field in fields(AttentionInputs))
+tensors_of = attrgetter(*_NAMES[: _NAMES.index("causal")])
+"""The tensors of a call of attention, absent ones as None."""
+options_of = attrgetter(*_NAMES[_NAMES.index("causal") :])
 
 _ALIGNMENT = 16
 """Bytes: what Triton compiles in about an address is whether they divide it."""
+Grid = tuple[int, int, int]
+_PLACE = 512
+"""Bytes to whose multiples workspace is aligned, as torch aligns memory of its own on a GPU."""
 _MOST = 4096
 """Kinds that are remembered; then all are forgotten, so that ever new shapes take no memory."""
 
@@ -85,24 +96,49 @@ class Launches:
         addresses = [tensor.data_ptr() if tensor is not None and tensor.is_cuda else 0 for tensor in tensors]
         self.config = config
         self._numbers = {address: number for number, address in enumerate(addresses) if address}
-        self._steps: list[tuple[Any, int, _Arguments]] = []
+        self._given = len(addresses)
+        self._offsets: list[int] = []
+        self._bytes = 0
+        self._held: list[Tensor] = []
+        self._steps: list[tuple[Any, Grid, _Arguments]] = []
         self.complete = bool(self._numbers)
-        """Whether ``again`` does all of the call: no kernel was given a tensor that is none of ``tensors``."""
+        """Whether ``again`` does all of the call: no kernel was given a tensor that is none of ``tensors`` and no workspace."""
 
-    def __call__(self, kernel: Any, programs: int, *arguments: Any, **options: Any) -> None:
-        """``kernel[(programs,)](*arguments, **options)``."""
-        compiled = kernel[(programs,)](*arguments, **options)
+    def workspace(self, size: int, dtype: torch.dtype, device: torch.device) -> Tensor:
+        """Memory for ``size`` elements that only the kernels of one call see; ``again`` takes as much anew."""
+        found = torch.empty(size, dtype=dtype, device=device)
+        if self.complete and size:
+            self._numbers[found.data_ptr()] = self._given + len(self._offsets)
+            self._offsets.append(self._bytes)
+            self._bytes += -(-found.nbytes // _PLACE) * _PLACE
+            self._held.append(found)  # until the call ends, so that its address is no other tensor's
+        return found
+
+    def __call__(self, kernel: Any, programs: int | tuple[int, int], *arguments: Any, **options: Any) -> None:
+        """``kernel[(programs,)](*arguments, **options)``, or with a grid of two axes."""
+        first, second = programs if isinstance(programs, tuple) else (programs, 1)
+        compiled = kernel[first, second](*arguments, **options)
         if compiled is None:  # an interpreted kernel
             self.complete = False
         if self.complete:
             constants = (options[name] for name in kernel.arg_names[len(arguments) :])
-            self._steps.append((compiled, programs, self._template((*arguments, *constants))))
+            self._steps.append((compiled, (first, second, 1), self._template((*arguments, *constants))))
+
+    def end(self) -> None:
+        """The call is over: its memory is let go, and no kernel is started any more but by ``again``."""
+        self._held.clear()
+        self._numbers.clear()
 
     def again(self, tensors: Sequence[Tensor | None]) -> None:
         """The same launches for other tensors of the same kind, in the order of the first ones, with absent ones where those were."""
         addresses = [0 if tensor is None else tensor.data_ptr() for tensor in tensors]
-        for compiled, programs, arguments in self._steps:
-            compiled[(programs, 1, 1)](*arguments.filled(tensors, addresses))
+        if self._bytes:
+            assert tensors[0] is not None
+            workspace = torch.empty(self._bytes, dtype=torch.uint8, device=tensors[0].device)
+            first = workspace.data_ptr()
+            addresses += [first + offset for offset in self._offsets]
+        for compiled, grid, arguments in self._steps:
+            compiled[grid](*arguments.filled(tensors, addresses))
 
     def _template(self, arguments: tuple[Any, ...]) -> _Arguments:
         fixed, places = list(arguments), []
@@ -138,7 +174,8 @@ class Kinds:
         return launches if launches is not None and launches.config is config else None
 
     def keep(self, kind: Hashable, launches: Launches) -> None:
-        """``launches`` are those of all calls of the kind, if they are complete."""
+        """``launches``, which have ended, are those of all calls of the kind, if they are complete."""
+        launches.end()
         if launches.complete:
             if len(self._launches) >= _MOST:
                 self._launches.clear()

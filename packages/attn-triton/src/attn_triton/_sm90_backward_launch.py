@@ -13,10 +13,10 @@ from torch import Tensor
 from attn_triton import _sm90_backward_kernel as kernel
 from attn_triton._configuration import on_device
 from attn_triton._problem import Problem, result_strides
-from attn_triton._remembered_launch import Kinds, Launches, kind_of
+from attn_triton._remembered_launch import Kinds, Launches, kind_of, options_of, tensors_of
 from attn_triton._sm90_configuration import CONFIGS, Sm90Config
 from attn_triton._sm90_grid import fill_gap, key_blocks, new_gap, new_plans, row_blocks
-from attn_triton._sm90_launch import check_supported, options_of, problem_of, rows_of_tiles, tensors_of, traits
+from attn_triton._sm90_launch import check_supported, problem_of, rows_of_tiles, traits
 
 __all__ = ["attention_backward", "fresh_gradients", "row_workspace", "sink_gradients", "with_unit_columns"]
 

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, fields, replace
-from operator import attrgetter
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -16,7 +15,7 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 from attn_triton import _sm90_forward_kernel as kernel
 from attn_triton._configuration import on_device
 from attn_triton._problem import Problem, attention_problem, result_strides
-from attn_triton._remembered_launch import Kinds, Launches, kind_of
+from attn_triton._remembered_launch import Kinds, Launches, kind_of, options_of, tensors_of
 from attn_triton._sm90_configuration import CONFIGS, HEAD_DIMS, TileConfig
 from attn_triton._sm90_grid import fill_gap, new_gap, new_plans, row_blocks
 
@@ -25,10 +24,8 @@ __all__ = [
     "attention_states",
     "check_supported",
     "merged_states",
-    "options_of",
     "problem_of",
     "rows_of_tiles",
-    "tensors_of",
     "traits",
 ]
 
@@ -41,10 +38,6 @@ FEW_PROGRAMS = 128
 MOST_WORKSPACE = 1 << 28
 """Bytes of O of all segments of packed rows; above them the segments stay in one program."""
 
-_NAMES = tuple(field.name for field in fields(AttentionInputs))
-tensors_of = attrgetter(*_NAMES[: _NAMES.index("causal")])
-"""The tensors of a call, absent ones as None."""
-options_of = attrgetter(*_NAMES[_NAMES.index("causal") :])
 _KINDS = Kinds()
 
 

@@ -17,10 +17,10 @@ from attn_spec.torch import Kernels, Operators, TorchBackend
 
 from attn_triton import (
     _attention_backward_launch,
-    _attention_launch,
     _launch,
     _pairs_launch,
     _products_launch,
+    _qat_configuration,
     _sm90_configuration,
     _softmax_launch,
 )
@@ -30,7 +30,7 @@ from attn_triton._softmax_kernel import INTERPRETED
 __all__ = ["BACKEND", "TritonBackend"]
 
 _OLDEST_CAPABILITY = (8, 0)
-_LAUNCHES = (_softmax_launch, _products_launch, _attention_launch, _pairs_launch, _attention_backward_launch)
+_LAUNCHES = (_softmax_launch, _products_launch, _pairs_launch, _attention_backward_launch)
 _ANY = frozenset({"causal", "window", "sinks", "return_lse", "gradient"})
 _QAT = _ANY - {"window"}
 _TENSOR_CORES = (sm90.CONTRACT, "nvfp4-sm90-v1")
@@ -89,7 +89,8 @@ class TritonBackend(TorchBackend):
         digest = hashlib.sha256()
         for source in sorted(Path(__file__).parent.glob("*.py")):
             digest.update(source.name.encode() + b"\0" + source.read_bytes() + b"\0")
-        configs = [*(repr(part.CONFIGS.get(device)) for part in _LAUNCHES), repr(_sm90_configuration.CONFIGS)]
+        configs = [repr(part.CONFIGS.get(device)) for part in _LAUNCHES]
+        configs += map(repr, (_sm90_configuration.CONFIGS, _qat_configuration.FORWARD, _qat_configuration.BACKWARD))
         digest.update("\0".join((triton.__version__, _target(device), *configs)).encode())
         return f"sha256:{digest.hexdigest()}"
 

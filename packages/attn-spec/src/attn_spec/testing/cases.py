@@ -20,6 +20,7 @@ from attn_spec._backend import Call
 __all__ = ["CASES", "Case", "Sample", "draw"]
 
 _EVEN_WORDS = np.uint64(0x0000FFFF0000FFFF)
+_CROPPED_IMAGE = 40
 Evaluate = Callable[[Call], Mapping[str, np.ndarray]]
 
 
@@ -238,6 +239,14 @@ class Case:
         fused = {"q": q, "k": k, "v": v, "key_padding_mask": mask}
         options = {"causal": False, "return_lse": True}
         yield Sample(Call("attention", fused, options, {"out": cotangent}, ("q", "k", "v")), dtype, fraction)
+        if dtype == "bfloat16":
+            yield self._joint_crop(dtype)
+
+    def _joint_crop(self, dtype: str) -> Sample:
+        """The last sampled head of the text and of the first image tokens, which attend to one another alone."""
+        head, rows = self.sampled_heads()[-1], self.text + _CROPPED_IMAGE
+        data = {name: from_float32(self.tensor(name, 0, head)[None, None, :rows], dtype) for name in ("q", "k", "v", "out")}
+        return Sample(self._joint_layer(data, gradients=True), dtype, rows**2 / (self.queries * self.keys * self.heads))
 
 
 def _qwen_image(keys: int, prompt: int, dtypes: tuple[str, ...], seed: int) -> Case:

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from attn_spec._qat import QATConfig
 
-__all__ = ["AttentionInputs", "Kernels", "QatKernels", "TensorCoreKernels"]
+__all__ = ["AttentionInputs", "JointKernels", "Kernels", "QatKernels", "TensorCoreKernels"]
 
 _DIFFERENTIABLE = ("q", "k", "v", "sinks", "bias")
 
@@ -85,7 +85,7 @@ class Kernels(Protocol):
     An engine of GPU kernels may have ``prepare(operation, arguments, wanted)`` too: for an accepted call of a registered operator without
     gradients, a function from the addresses of the tensors among ``arguments``, in order, to the results of the public function (one, or
     the first ``wanted``), or None. It is called again for other tensors of the same shapes, strides, dtypes, devices and alignment to 16
-    bytes, so it may read nothing else of them.
+    bytes, so it may read nothing else of them. With ``describer()`` the engine says which calls are of one kind faster than Python does.
     """
 
     def softmax_forward(self, scores: Tensor, mask: Tensor | None, out_dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:
@@ -132,6 +132,20 @@ class TensorCoreKernels(Kernels, Protocol):
         self, inputs: AttentionInputs, dout: Tensor, dlse: Tensor | None, out: Tensor, lse: Tensor, needs: frozenset[str]
     ) -> dict[str, Tensor]:
         """``attention_backward`` of contract sm90-v1, from out and LSE; no bias."""
+
+
+class JointKernels(Protocol):
+    """Kernels that an engine of ``TensorCoreKernels`` may have for the rows of joint attention (``JointLayout``); they move them alone, so
+    bits do not depend on them. Tensors may have any strides."""
+
+    def joint_places(self, prompt_mask: Tensor, first: int, image: int) -> tuple[Tensor, Tensor]:
+        """bool mask [B, text] -> where rows go, for the other two, and ``key_mask``: bool [B, first + image], contiguous."""
+
+    def join_rows(self, text: Tensor, image: Tensor, places: Tensor, first: int) -> Tensor:
+        """[B, H, text, D] and [B, H, image, D] -> [B, H, first + image, D]: kept text in order, zeros, image from ``first`` on."""
+
+    def part_rows(self, joined: Tensor, places: Tensor, first: int) -> tuple[Tensor, Tensor]:
+        """The way back; +0 in text rows that the mask drops."""
 
 
 class QatKernels(Kernels, Protocol):

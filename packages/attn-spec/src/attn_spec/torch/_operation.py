@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import operator
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
 from torch import Tensor
 
-__all__ = ["PLAIN", "Gradient", "Operation", "watched"]
+__all__ = ["PLAIN", "WATCHERS", "Gradient", "Operation", "unseen", "watched"]
 
 PLAIN = frozenset({Tensor, torch.nn.Parameter})
 """Types that are nothing but a dense tensor."""
@@ -17,23 +18,24 @@ Gradient = tuple[Callable[..., None], Callable[..., Any]]
 """``setup(ctx, inputs, output)``, and the gradient formula of ``ctx`` and the cotangents."""
 
 
+WATCHERS: tuple[Callable[[], object], ...] = (
+    torch._C._len_torch_dispatch_stack,
+    torch._C._len_torch_function_stack,
+    torch._C._are_functorch_transforms_active,
+    torch._C._get_tracing_state,
+    torch._C._autograd._profiler_enabled,
+)
+"""True of one of them: a mode, a transform of torch.func, a tracer or the profiler sees operator calls."""
+
+
 def watched() -> bool:
-    """Whether operator calls must be visible: to a compiler, a transform of torch.func, a mode, a tracer or the profiler."""
-    return bool(
-        torch.compiler.is_compiling()
-        or _dispatch_modes()
-        or _function_modes()
-        or _has_transforms()
-        or _tracing_state() is not None
-        or _profiler_enabled()
-    )
+    """Whether operator calls must be visible, to a compiler or one of ``WATCHERS``."""
+    return torch.compiler.is_compiling() or any(map(operator.call, WATCHERS))
 
 
-_dispatch_modes = torch._C._len_torch_dispatch_stack
-_function_modes = torch._C._len_torch_function_stack
-_has_transforms = torch._C._are_functorch_transforms_active
-_tracing_state = torch._C._get_tracing_state
-_profiler_enabled = torch._C._autograd._profiler_enabled
+def unseen(tensors: Iterable[Tensor]) -> bool:
+    """Whether nothing can tell a call on ``tensors`` from one of other operators with the same results."""
+    return not watched() and all(type(tensor) in PLAIN and not tensor.is_neg() for tensor in tensors)
 
 
 class Operation:
@@ -83,7 +85,11 @@ class Operation:
                 if type(tensor) not in PLAIN or tensor.is_neg():
                     return self._registered(*arguments)
                 needs = needs or tensor.requires_grad
-        return self._record(*arguments) if needs and torch.is_grad_enabled() else self._inference(arguments, wanted)
+        return self.record(*arguments) if needs and torch.is_grad_enabled() else self._inference(arguments, wanted)
+
+    def record(self, *arguments: Any) -> Any:
+        """All results, with a graph for the gradients. For plain tensors, one of which needs a gradient, while nothing watches."""
+        return self._record(*arguments)
 
     def _visible(self, *arguments: Any) -> Any:
         if torch.compiler.is_compiling() or not torch._C._are_functorch_transforms_active():

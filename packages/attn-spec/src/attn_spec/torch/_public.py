@@ -24,9 +24,10 @@ from attn_spec.torch._arguments import (
 )
 from attn_spec.torch._arrays import dtype_name
 from attn_spec.torch._joint import JointLayout
+from attn_spec.torch._operation import unseen
 from attn_spec.torch._qat import QatOperators
 from attn_spec.torch._registration import register
-from attn_spec.torch._remembered import Remembered, remembered
+from attn_spec.torch._remembered import Remembered, python_describer, remembered
 
 if TYPE_CHECKING:
     from attn_spec.torch._backend import TorchBackend
@@ -35,6 +36,12 @@ if TYPE_CHECKING:
 __all__ = ["Operators"]
 
 Outputs = Tensor | tuple[Tensor, Tensor]
+
+
+@torch.compiler.assume_constant_result
+def _check_scale(scale: float, contract: str, operator: str) -> float:
+    """``score_factor``, whose numpy a compiler cannot trace."""
+    return sm90.score_factor(scale, contract, operator)
 
 
 class Operators(QatOperators):
@@ -50,7 +57,7 @@ class Operators(QatOperators):
         self._out_dtype: torch.dtype | None = None
         self._check = Acceptance(backend, engine)
         prepare = getattr(kernels, "prepare", None)
-        self._remembered = None if prepare is None else Remembered(prepare)
+        self._remembered = None if prepare is None else Remembered(prepare, getattr(kernels, "describer", python_describer))
         self._operations = register(namespace, kernels, backend.capabilities(engine))
 
     def __reduce__(self) -> tuple[Callable[..., Any], tuple[Any, ...]]:
@@ -170,8 +177,9 @@ class Operators(QatOperators):
         arrays = {**dict(zip(names, tensors, strict=True)), "prompt_mask": prompt_mask}
         self._check("joint_attention", arrays, {"scale": scale}, contract, *tensors)
         if contract == sm90.CONTRACT:
-            sm90.score_factor(scale_of(scale, tensors[0]), contract, "joint_attention")
-            layout = JointLayout(prompt_mask, q_txt.shape[2], q_img.shape[2])
+            _check_scale(scale_of(scale, tensors[0]), contract, "joint_attention")
+            copies = prompt_mask is not None and hasattr(self._kernels, "join_rows") and unseen((*tensors, prompt_mask))
+            layout = JointLayout(prompt_mask, q_txt.shape[2], q_img.shape[2], cast("Any", self._kernels) if copies else None)
             k = layout.keys(tensors[1], tensors[4])
             joined = layout.queries(tensors[0], tensors[3]), k, layout.keys(tensors[2], tensors[5]), None, layout.key_mask(k)
             return layout.parts(self._run(1, (*joined, *(None,) * 10), False, scale, None, 0.0, contract)[0])
@@ -180,8 +188,14 @@ class Operators(QatOperators):
         mask = None
         if prompt_mask is not None:
             mask = torch.cat((prompt_mask, prompt_mask.new_ones(q.shape[0], q.shape[2] - text)), dim=1)
-        out = self._run(1, (q, k, v, mask, mask, *(None,) * 10), False, scale, None, 0.0)[0]
+        out = self._among_all(q, k, v, mask, scale)
         return out[:, :, :text], out[:, :, text:]
+
+    @remembered
+    def _among_all(self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, scale: float | None) -> Tensor:
+        """Attention of every kept token to every kept token, of checked tensors; mask bool [B, S]."""
+        found: Tensor = self._run(1, (q, k, v, mask, mask, *(None,) * 10), False, scale, None, 0.0)[0]
+        return found
 
     @remembered
     def attention(
@@ -335,8 +349,8 @@ class Operators(QatOperators):
         if contract == sm90.CONTRACT:
             if self._out_dtype is not None:
                 raise UnsupportedProblem(self._backend.name, [f"a float32 result with contract {contract} (ordered-v1 has it)"])
-            sm90.score_factor(options[1], contract, "attention_varlen" if q.ndim == 3 else "attention")
-            found = self._operations["attention_sm90"](*tensors, *options)
+            _check_scale(options[1], contract, "attention_varlen" if q.ndim == 3 else "attention")
+            found = self._operations["attention_sm90"](*tensors, *options, wanted=wanted)
         else:
             found = self._operations["attention"](*tensors, *options, self._out_dtype or v.dtype, wanted=wanted)
         return found

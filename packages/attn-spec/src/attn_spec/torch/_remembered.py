@@ -1,46 +1,84 @@
 """Eager calls like an earlier one, straight to a launch that was prepared then.
 
 Checks, defaults and the layers between a public function and its kernel take longer than a small kernel runs. For a call on plain tensors
-that needs no gradient all of them depend on its kind alone: the names of its arguments, shapes, strides, dtypes, devices and alignment of
-its tensors, and its plain options. So an engine may prepare a kind once (``Kernels.prepare``); later calls of that kind run what was
-prepared, with their own addresses. The results are those of the long way: the engine makes both of one launch.
+all of them depend on its kind alone: the names of its arguments, shapes, strides, dtypes, devices and alignment of its tensors, which of
+them need a gradient, and its plain options. So an engine may prepare a kind once (``Kernels.prepare``); later calls of that kind run what
+was prepared, with their own addresses, or for a gradient the recorded operation with their own tensors. The results are those of the long
+way: the engine makes both of one launch.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from functools import wraps
-from typing import TYPE_CHECKING, Any, Concatenate, ParamSpec, TypeVar
+import operator
+from collections.abc import Callable, Hashable
+from functools import cached_property, wraps
+from typing import TYPE_CHECKING, Any, Concatenate, NamedTuple, ParamSpec, TypeVar, cast
 
 import torch
 from torch import Tensor
 from torch.autograd import forward_ad
 
-from attn_spec.torch._operation import PLAIN, watched
+from attn_spec.torch._operation import PLAIN, WATCHERS, Operation
 
 if TYPE_CHECKING:
     from attn_spec.torch._public import Operators
 
-__all__ = ["Launches", "Remembered", "remembered"]
+__all__ = ["SPOILERS", "Describer", "Launches", "Remembered", "python_describer", "remembered"]
 
 Parameters = ParamSpec("Parameters")
 Result = TypeVar("Result")
-Launch = Callable[[list[int]], Any]
-"""A prepared call: the addresses of its tensors, in order, to fresh results."""
+Launch = Callable[[Any], Any]
+"""A prepared call, to fresh results from the addresses of its tensors, in order; one that needs a gradient, from its values."""
+Described = tuple[Hashable, list[int] | None] | None
+"""A kind of calls, equal for those alone that one launch serves, and the addresses of one call's tensors; None for addresses where the call
+needs a gradient."""
 
 _KINDS = 4096
 """Kinds of calls that are remembered; then all are forgotten, so that ever new shapes take no memory."""
 _ALIGNMENT = 16
 """Bytes of the widest access of a kernel; an address counts by its place within them."""
 _VALUES = frozenset({type(None), bool, int, float, str, torch.dtype})
+SPOILERS: tuple[Callable[[], object], ...] = (*WATCHERS, torch._C._is_any_autocast_enabled)
+"""While one of them answers true, every call goes the long way."""
+
+
+class Describer(NamedTuple):
+    """What a launch depends on, and the addresses of a call's tensors in order; None for a call that always goes the long way: one with
+    something that is neither a plain dense tensor nor a plain value."""
+
+    call: Callable[[str, torch.dtype | None, tuple[Any, ...], dict[str, Any]], Described]
+    """From the name of a public function, the dtype of its result, arguments and keywords; None also while one of ``SPOILERS`` answers
+    true."""
+    values: Callable[[tuple[Any, ...]], Described]
+    """From the values of an engine's own call."""
+
+
+def python_describer() -> Describer:
+    """A describer that takes nothing but torch."""
+    return Describer(_describe_call, lambda values: _described(values, [], recorded=False))
+
+
+def _describe_call(name: str, out_dtype: torch.dtype | None, arguments: tuple[Any, ...], keywords: dict[str, Any]) -> Described:
+    if any(map(operator.call, SPOILERS)):
+        return None
+    kind: list[Any] = [name, out_dtype, len(arguments), *keywords]
+    return _described((*arguments, *keywords.values()), kind, torch.is_grad_enabled())
 
 
 class Remembered:
-    """The prepared kinds of calls of one engine; None stands for a kind that the engine does not prepare."""
+    """The prepared kinds of calls of one engine; None stands for a kind that the engine does not prepare.
 
-    def __init__(self, prepare: Callable[..., Any]) -> None:
+    ``describer`` makes what describes the calls, when the first one is described.
+    """
+
+    def __init__(self, prepare: Callable[..., Any], describer: Callable[[], Describer] = python_describer) -> None:
         self.prepare = prepare
         self.launches: dict[Any, Launch | None] = {}
+        self._describer = describer
+
+    @cached_property
+    def describe(self) -> Describer:
+        return self._describer()
 
     def add(self, kind: Any, launch: Launch | None) -> None:
         if len(self.launches) >= _KINDS:
@@ -54,19 +92,19 @@ class Launches:
     For an engine's own calls, which also those reach that come through autograd or torch's dispatcher.
     """
 
-    def __init__(self, prepare: Callable[..., Launch]) -> None:
-        self._remembered = Remembered(prepare)
+    def __init__(self, prepare: Callable[..., Launch], describer: Callable[[], Describer] = python_describer) -> None:
+        self._remembered = Remembered(prepare, describer)
 
     def __call__(self, *values: Any) -> Any:
-        kind: list[Any] = []
-        addresses: list[int] = []
-        if not _describe(values, kind, addresses, recorded=False):
-            return self._remembered.prepare(*values)([value.data_ptr() for value in values if isinstance(value, Tensor)])
-        key = tuple(kind)
-        launch = self._remembered.launches.get(key)
+        remembered = self._remembered
+        described = remembered.describe.values(values)
+        if described is None:
+            return remembered.prepare(*values)([value.data_ptr() for value in values if isinstance(value, Tensor)])
+        kind, addresses = described
+        launch = remembered.launches.get(kind)
         if launch is None:
-            launch = self._remembered.prepare(*values)
-            self._remembered.add(key, launch)
+            launch = cast("Launch", remembered.prepare(*values))
+            remembered.add(kind, launch)
         return launch(addresses)
 
 
@@ -79,47 +117,48 @@ def remembered(
     @wraps(function)
     def call(self: Operators, /, *arguments: Parameters.args, **keywords: Parameters.kwargs) -> Result:
         kinds = self._remembered
-        if kinds is None or watched() or torch._C._is_any_autocast_enabled() or forward_ad._current_level >= 0:
+        if kinds is None or torch.compiler.is_compiling() or forward_ad._current_level >= 0:
             return function(self, *arguments, **keywords)
-        kind: list[Any] = [name, self._out_dtype, *keywords]
-        addresses: list[int] = []
-        if not _describe((*arguments, *keywords.values()), kind, addresses, torch.is_grad_enabled()):
+        described = kinds.describe.call(name, self._out_dtype, arguments, keywords)
+        if described is None:
             return function(self, *arguments, **keywords)
-        key = tuple(kind)
-        launch = kinds.launches.get(key)
+        kind, addresses = described
+        launch = kinds.launches.get(kind)
         if launch is not None:
-            found: Result = launch(addresses)
+            found: Result = launch((*arguments, *keywords.values()) if addresses is None else addresses)
             return found
         found = function(self, *arguments, **keywords)
-        if key not in kinds.launches:
-            kinds.add(key, _prepare(self, kinds, function, arguments, keywords))
+        if kind not in kinds.launches:
+            kinds.add(kind, _prepare(self, kinds, function, arguments, keywords, addresses is None))
         return found
 
     return call
 
 
-def _describe(values: tuple[Any, ...], kind: list[Any], addresses: list[int], recorded: bool) -> bool:
-    """Appends what a launch depends on, and the address of each tensor; False for a call that always goes the long way: one that needs a
-    gradient where calls are ``recorded``, or has something that is neither a plain dense tensor nor a plain value. Types are part of a
-    kind, since True equals 1, and zeros are texts, since 0.0 equals -0.0."""
+def _described(values: tuple[Any, ...], kind: list[Any], recorded: bool) -> Described:
+    """``kind`` and what ``values`` add to it; where calls are ``recorded``, also which tensors need a gradient. Types are part of a kind,
+    since True equals 1, and zeros are texts, since 0.0 equals -0.0."""
+    addresses: list[int] = []
+    needs = False
     try:
         for value in values:
             what = type(value)
             if what in PLAIN:
-                if (recorded and value.requires_grad) or value.is_neg():
-                    return False
-                address = value.data_ptr()
+                if value.is_neg():
+                    return None
+                address, gradient = value.data_ptr(), recorded and value.requires_grad
                 addresses.append(address)
-                kind += (value.shape, value.stride(), value.dtype, value.device, address % _ALIGNMENT)
+                needs = needs or gradient
+                kind += (value.shape, value.stride(), value.dtype, value.device, address % _ALIGNMENT, gradient)
             elif what in _VALUES:
                 kind += (what, value or str(value))
-            elif what is tuple:
-                kind += (what, value, *map(type, value))
+            elif what is tuple and _VALUES.issuperset(map(type, value)):
+                kind += (what, *((type(member), member or str(member)) for member in value), what)
             else:
-                return False
+                return None
     except RuntimeError:  # sparse and nested tensors have no address or no strides
-        return False
-    return True
+        return None
+    return tuple(kind), None if needs else addresses
 
 
 class _Noted:
@@ -134,7 +173,12 @@ class _Noted:
 
 
 def _prepare(
-    operators: Operators, kinds: Remembered, function: Callable[..., Any], arguments: tuple[Any, ...], keywords: dict[str, Any]
+    operators: Operators,
+    kinds: Remembered,
+    function: Callable[..., Any],
+    arguments: tuple[Any, ...],
+    keywords: dict[str, Any],
+    recorded: bool,
 ) -> Launch | None:
     """The launch of an accepted call, or None: the engine prepares none, or the operation takes other tensors than the caller's own.
 
@@ -146,16 +190,34 @@ def _prepare(
     noting: Any = object.__new__(type(operators))
     vars(noting).update(vars(operators), _operations={name: _Noted(name, calls) for name in operators._operations})
     function(noting, *own[: len(arguments)], **dict(zip(keywords, own[len(arguments) :], strict=True)))
-    tensors = [value for value in own if isinstance(value, Tensor)]
     ((name, taken, wanted),) = calls
-    order = [_place(value, tensors) for value in taken if isinstance(value, Tensor)]
-    if None in order:
+    given = own if recorded else [value for value in own if isinstance(value, Tensor)]
+    places = {index: _place(value, given) for index, value in enumerate(taken) if isinstance(value, Tensor)}
+    if None in places.values():
         return None
+    order = cast("list[int]", list(places.values()))
+    if recorded:
+        return _recorded(operators._operations[name], taken, dict(zip(places, order, strict=True)), wanted)
     launch: Launch | None = kinds.prepare(name, taken, wanted)
-    if launch is None or order == list(range(len(tensors))):
+    if launch is None or order == list(range(len(given))):
         return launch
-    return lambda addresses: launch([addresses[place] for place in order])  # type: ignore[index]
+    return lambda addresses: launch([addresses[place] for place in order])
 
 
-def _place(tensor: Tensor, tensors: list[Tensor]) -> int | None:
-    return next((place for place, other in enumerate(tensors) if other is tensor), None)
+def _recorded(operation: Operation, taken: tuple[Any, ...], places: dict[int, int], wanted: int) -> Launch:
+    """The recorded operation with the arguments ``taken``, but those tensors of the caller's values that ``places`` names."""
+    fixed = [None if index in places else value for index, value in enumerate(taken)]
+    pairs = list(places.items())
+
+    def record(values: tuple[Any, ...]) -> Any:
+        filled = fixed.copy()
+        for index, place in pairs:
+            filled[index] = values[place]
+        found = operation.record(*filled)
+        return found if wanted == 0 else found[0] if wanted == 1 else tuple(found[:wanted])
+
+    return record
+
+
+def _place(value: Tensor, given: list[Any]) -> int | None:
+    return next((place for place, other in enumerate(given) if other is value), None)

@@ -1,5 +1,7 @@
 // Attention of contract sm90-v1 on compute capability 9.0 as a table of its own. The conventions and the problem are those of interface.h,
-// with half q, k, v of equal head_dim 64 or 128 and neither masks nor bias. Codes have the text of that table's `message`.
+// with half q, k, v of equal head_dim 64 or 128 and neither query_mask nor bias. key_mask masks keys where they are, those from the first
+// dropped one to the end of the segment of the last one, whatever it says between, in dense calls without causality, window, lengths and
+// starts; the values there must be finite. Codes have the text of that table's `message`.
 #pragma once
 
 #include "attn/cuda/interface.h"

@@ -4,6 +4,7 @@
 #include "attn/host/pack.h"
 #include "attn/host/plan.h"
 #include "attn/host/softmax_row.h"
+#include "attn/logical_keys.h"
 
 namespace attn::host::ATTN_HOST_VARIANT {
 namespace {
@@ -67,18 +68,7 @@ struct Geometry {
   }
 
   // First logical key at or after stored key j.
-  int64_t logical_at(int64_t j) const {
-    if (stored == nullptr) return j;
-    int64_t low = 0, high = logical_keys;
-    while (low < high) {
-      const int64_t middle = low + (high - low) / 2;
-      if (stored[middle] < j)
-        low = middle + 1;
-      else
-        high = middle;
-    }
-    return low;
-  }
+  int64_t logical_at(int64_t j) const { return logical_before(stored, logical_keys, j); }
 
   // Slots of the keys that a row sees, before scores of -inf.
   Slots visible(int64_t row) const {

@@ -1,0 +1,319 @@
+"""The goals of speed: where each figure stands in the result files, what is wanted, and why it is missed where it is.
+
+``tables.py`` makes the table of them. No figure is written down here: a rerun decides which goals are met. A reason is shown of a missed
+goal alone, so a goal near its bound has one too.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+Row = dict[str, Any]
+Documents = Mapping[str, dict[str, Any]]
+
+SOFTMAX, ATTENTION, LATENCY = "softmax-h200.json", "attention-h200.json", "latency-h200.json"
+SM90, QAT = "sm90-h200.json", "qat-h200.json"
+FILES = (SOFTMAX, ATTENTION, LATENCY, SM90, QAT)
+AV_KERNELS = {"attn_cuda": "values_kernel", "attn_triton": "row_sums"}
+"""By backend, the kernel of decode that sums P times the values."""
+
+
+@dataclass(frozen=True)
+class Figure:
+    """``value`` of the only row of ``file`` with all of ``row``, over the largest of ``over`` if any."""
+
+    file: str
+    value: str | Callable[[Row], float | None]
+    row: Row
+    over: tuple[Figure, ...] = ()
+
+    def read(self, documents: Documents) -> float:
+        """Raises LookupError unless there is one such row and it has the value."""
+        found = [row for row in documents[self.file]["results"] if all(row.get(name) == value for name, value in self.row.items())]
+        if len(found) != 1:
+            raise LookupError(f"{self.file} has {len(found)} rows of {self.row}")
+        value = self.value(found[0]) if callable(self.value) else found[0].get(self.value)
+        if value is None:
+            raise LookupError(f"{self.file}: the row of {self.row} lacks {self.value}")
+        return float(value) / max((other.read(documents) for other in self.over), default=1.0)
+
+
+@dataclass(frozen=True)
+class Reason:
+    """Why a goal is missed, and what to try next."""
+
+    why: str
+    then: str
+
+
+@dataclass(frozen=True)
+class Goal:
+    """``parts`` by label must each be at least ``wanted``, or with ``at_most`` no more than it."""
+
+    what: str
+    wanted: float
+    unit: str
+    parts: Mapping[str, Figure]
+    reason: Reason | None = None
+    at_most: bool = False
+    digits: int = 3
+
+    def reached(self, documents: Documents) -> dict[str, float]:
+        return {label: figure.read(documents) for label, figure in self.parts.items()}
+
+    def meets(self, value: float) -> bool:
+        return value <= self.wanted if self.at_most else value >= self.wanted
+
+
+@dataclass(frozen=True)
+class Verdict:
+    goal: Goal
+    reached: Mapping[str, float]
+    missed: tuple[str, ...] = field(default=())
+
+
+def verdicts(documents: Documents) -> list[Verdict]:
+    """Every goal with its figures. Raises LookupError where a row is not found."""
+    found = []
+    for goal in GOALS:
+        reached = goal.reached(documents)
+        found.append(Verdict(goal, reached, tuple(label for label, value in reached.items() if not goal.meets(value))))
+    return found
+
+
+def av_chain(row: Row) -> float | None:
+    """Time of the kernel that sums P times the values over the latency of its chain, or None without the kernel or the bound."""
+    name = AV_KERNELS.get(row["contender"])
+    times = [time for kernel, time in row.get("kernels_us", {}).items() if name is not None and kernel.split("<")[0] == name]
+    return sum(times) / row["bound_ms"] / 1e3 if times and row.get("bound_ms") else None
+
+
+def times_as_fast(file: str, contender: str, beside: str, **row: Any) -> Figure:
+    """How many times as fast ``contender`` is as ``beside``."""
+    return Figure(file, "median_ms", {**row, "contender": beside}, (Figure(file, "median_ms", {**row, "contender": contender}),))
+
+
+LONG_ROWS = Reason(
+    "Two exponentials an element, of separately rounded operations, bind it by arithmetic; a row of 6544 keys leaves room for fewer "
+    "blocks in shared memory. Rows of 7401 were not profiled.",
+    "Choose the warps of a row by how many rows then fit a multiprocessor.",
+)
+HALVES_BACKWARD = Reason(
+    "The backward of halves was not profiled.",
+    "Profile it beside torch's, 6544 keys first.",
+)
+V2_HALVES = Reason(
+    "Halves have half the bytes to hide the arithmetic behind: 0.76 of the issue slots are used, for about 29 instructions an element "
+    "and lane, and the goal would need 24, of which 13.5 are the exponential as the contract states it.",
+    "Fewer instructions around it: conversions in pairs, merges of tiles and the half tile at a row's end.",
+)
+V2_BACKWARD = Reason(
+    "Not profiled; it computes P again, so it has the exponential whose issue binds the forward of halves.",
+    "Profile it; float32 of 4608 keys is nearest to the goal.",
+)
+TRITON_FORWARD = Reason(
+    "Not profiled; a warp walks the tiles of its row twice and computes their exponentials again rather than storing them, and "
+    "float32 rows of `ordered-v2` that do not begin on 16 bytes take eight warps, which meet for every level of the trees.",
+    "Keep the exponentials of rows that fit shared memory.",
+)
+TRITON_BACKWARD = Reason(
+    "Under `ordered-v2` eight warps share a tile and meet for every level of the trees, three times the instructions of a single warp "
+    "in the forward; with fewer, the backward of halves spills on sm_80 or sm_100.",
+    "A warp by itself on the targets whose code then does not spill.",
+)
+FEW_ROWS = Reason(
+    "The call is bound by its launch and the time of one row: 24 rows leave most multiprocessors idle, and a row's exponentials, the "
+    "merge of its tiles and its division follow one another. Not profiled.",
+    "Spread a row's tiles over more warps where rows are few.",
+)
+TRITON_FEW_ROWS = Reason(
+    "24 programs of one warp (eight in the backward of `ordered-v2`) go through their rows tile by tile, each lane 144 elements one "
+    "after another. Not profiled.",
+    "More warps a row, or programs of single tiles, where rows are few.",
+)
+CUDA_PRODUCTS = Reason(
+    "Not profiled; 128 x 128 outputs of a block, whose keys are stored down the columns of shared memory, sum over 128 columns only, "
+    "after which each block writes its scores.",
+    "Begin a block's loads before the scores of the one before are written.",
+)
+TRITON_PRODUCTS = Reason(
+    "Not profiled; q, k, v and dO are copied first where `tl.dot` would have bank conflicts, but P and dS, which have the size of the "
+    "scores, are read as they lie.",
+    "Turn blocks of P and dS on their way through shared memory.",
+)
+D64 = Reason(
+    "At D = 64 exponentials, masks and staging weigh twice what they do at D = 128: Nsight Compute counts 339 instructions for the "
+    "192 FMAs of dq and 403 for the 256 of dk and dv; under causality tiles on the diagonal are partly masked besides.",
+    "16 rows a warp, for fewer shared loads an FMA.",
+)
+D128_FORWARD = Reason(
+    "Nsight Compute: it issues in 65 % of its cycles, 393 instructions a pair and lane of which 256 are the FMAs of the chains; of "
+    "5.7 cycles between two instructions of a warp 1.8 are lost to another warp that issues, 0.8 to register ports and 0.8 to shared "
+    "memory.",
+    "16 rows a warp, for fewer shared loads an FMA.",
+)
+D128_BACKWARD = Reason(
+    "Not profiled at D = 128; what the backward executes besides its FMAs at D = 64, exponentials, masks and staging, weighs half as "
+    "much here.",
+    "16 rows a warp, for fewer shared loads an FMA; profile the joint layer and float32 by themselves.",
+)
+SHORT = Reason(
+    "A window of 128 keys meets one or two tiles of 256 in each block of 64 rows, all partly masked, and short packed segments are "
+    "smaller than a block.",
+    "A block of rows for narrow windows.",
+)
+TRITON_SHORT = Reason(
+    "Blocks of 128 rows see few keys: short segments, windows and the diagonal leave most of a block masked.",
+    "Blocks of fewer rows where a segment or window is shorter than a block.",
+)
+AV_CHAINS = Reason(
+    "Not profiled. By count shared memory is the limit: for two FMAs a key a warp reads a value and half of a 16-byte piece of P, six "
+    "turns of four warps in the four cycles of the chain, besides what the loaders store; one query fills half of the rows of a "
+    "block, four fill it, and with 16 two blocks share a multiprocessor.",
+    "A warp that owns four rows, so that a value it reads takes part in four chains.",
+)
+TRITON_AV_CHAINS = Reason(
+    "Not profiled; a thread has four outputs, whose FMAs of a key fill the latency of the one before, so the loads between them are "
+    "in the way of the chain.",
+    "Two outputs a thread, and the next keys read ahead through registers.",
+)
+EAGER = Reason(
+    "It is time of the host, which differs between the hosts that were used: the launch, and mostly torch's allocation of results and "
+    "workspace.",
+    "Results and workspace from one allocation.",
+)
+FOUR_BIT = Reason(
+    "The forward goes over the keys twice and the backward once more for delta; many short kernels wait for the host where it is busy.",
+    "Delta of the quantized P, which saves a pass, as another contract; a training step in a CUDA graph.",
+)
+SM90_FORWARD = Reason(
+    "Its warps wait for the turn of the other warpgroup and for fixed latencies, twice cuDNN's, while registers (168 a thread at "
+    "launch, 232 for an owner) and shared memory (227 KiB) are used up; merging segments is 6 to 7 % of its cycles.",
+    "Clusters that share the copies of keys, and the end of a block while the next one's first scores are computed.",
+)
+SM90_DECODE = Reason(
+    "Device memory is busy 79 % of the time of the kernel of segments, whose warps wait for it (long scoreboard), and the merge takes "
+    "another 5 us; four other ways of sharing the segments out were measured and not faster.",
+    "Merge in the kernel of segments without uneven blocks, the last block of a row merging it.",
+)
+
+
+def _softmax() -> Iterator[Goal]:
+    def rows(value: str, contender: str, dtype: str, direction: str, keys: tuple[int, ...], over: str | None = None) -> dict[str, Figure]:
+        found = {}
+        for one in keys:
+            row = {"case": f"110592x{one}", "dtype": dtype, "direction": direction}
+            figure = Figure(SOFTMAX, value, {**row, "contender": contender})
+            found[str(one)] = figure if over is None else times_as_fast(SOFTMAX, contender, over, **row)
+        return found
+
+    lengths = (4608, 6544, 7401)
+    v1, v2 = "attn_cuda ordered-v1", "attn_cuda ordered-v2"
+    for way in ("forward", "backward"):
+        yield Goal(f"softmax, {v1}, float32 {way}, keys", 0.75, "of a copy", rows("of_copy", v1, "float32", way, lengths), LONG_ROWS)
+    for way in ("forward", "backward"):
+        reason = HALVES_BACKWARD if way == "backward" else None
+        for keys, wanted in (((4608,), 1.2), ((6544, 7401), 1.4)):
+            parts = rows("median_ms", v1, "bfloat16", way, keys, "torch.softmax")
+            yield Goal(f"softmax, {v1}, bfloat16 {way}, keys", wanted, "of torch's rate", parts, reason)
+    for contender in (v2, "attn_triton ordered-v2"):
+        for dtype in ("float32", "bfloat16"):
+            for way in ("forward", "backward"):
+                of_triton = TRITON_FORWARD if way == "forward" else TRITON_BACKWARD
+                of_cuda = V2_HALVES if way == "forward" else V2_BACKWARD
+                reason = of_cuda if contender == v2 else of_triton
+                yield Goal(
+                    f"softmax, {contender}, {dtype} {way}, keys", 0.95, "of a copy", rows("of_copy", contender, dtype, way, lengths), reason
+                )
+    for backend, reason in (("attn_cuda", FEW_ROWS), ("attn_triton", TRITON_FEW_ROWS)):
+        for version in ("ordered-v1", "ordered-v2"):
+            parts = {}
+            for way, dtype in ((way, dtype) for way in ("forward", "backward") for dtype in ("float32", "bfloat16")):
+                row = {"case": "24x4608", "dtype": dtype, "direction": way}
+                parts[f"{dtype} {way}"] = times_as_fast(SOFTMAX, f"{backend} {version}", "torch.softmax", **row)
+            yield Goal(f"softmax of 24 rows, {backend} {version}", 1.0, "of torch's rate", parts, reason)
+    for version in ("ordered-v1", "ordered-v2"):
+        for way in ("forward", "backward"):
+            reason = TRITON_FORWARD if way == "forward" else TRITON_BACKWARD
+            for dtype in ("float32", "bfloat16"):
+                parts = rows("median_ms", f"attn_triton {version}", dtype, way, lengths, f"attn_cuda {version}")
+                yield Goal(f"softmax, attn_triton {version}, {dtype} {way}, keys", 0.6, "of attn_cuda's rate", parts, reason)
+
+
+def _ordered() -> Iterator[Goal]:
+    def rows(contender: str, direction: str, cases: tuple[str, ...]) -> dict[str, Figure]:
+        return {case: Figure(ATTENTION, "of_fp32_gemm", {"case": case, "contender": contender, "direction": direction}) for case in cases}
+
+    whole, half = ("d128", "d128-fp32", "d128-causal", "qwen-image", "qwen3-8b"), ("d64", "d64-causal")
+    short, unit = ("gpt-oss-window", "varlen"), "of a float32 product"
+    yield Goal("attention, `ordered-v1`, attn_cuda, D = 128 forward", 0.50, unit, rows("attn_cuda", "forward", whole), D128_FORWARD)
+    yield Goal("attention, `ordered-v1`, attn_cuda, D = 64 forward", 0.42, unit, rows("attn_cuda", "forward", half), D64)
+    yield Goal("attention, `ordered-v1`, attn_cuda, D = 128 backward", 0.35, unit, rows("attn_cuda", "backward", whole), D128_BACKWARD)
+    yield Goal("attention, `ordered-v1`, attn_cuda, D = 64 backward", 0.35, unit, rows("attn_cuda", "backward", half), D64)
+    wanted = {"gpt-oss-window": ("D = 64", 0.42), "varlen": ("D = 128", 0.50)}
+    for case, (width, forward) in wanted.items():
+        for way, bound in (("forward", forward), ("backward", 0.35)):
+            yield Goal(f"attention, `ordered-v1`, attn_cuda, {width} {way}", bound, unit, rows("attn_cuda", way, (case,)), SHORT)
+    for way in ("forward", "backward"):
+        parts = {
+            case: times_as_fast(ATTENTION, "attn_triton", "attn_cuda", case=case, direction=way) for case in (*whole, *half, *short, "d256")
+        }
+        yield Goal(f"attention, `ordered-v1`, attn_triton {way}", 0.6, "of attn_cuda's rate", parts, TRITON_SHORT)
+    for contender, reason in (("attn_cuda", CUDA_PRODUCTS), ("attn_triton", TRITON_PRODUCTS)):
+        for product in ("joint_attn_qk_gemm", "joint_attn_av_gemm"):
+            parts = {way: rows(contender, way, (product,))[product] for way in ("forward", "backward")}
+            yield Goal(f"`{product}`, `ordered-v1`, {contender}, float32", 0.70, unit, parts, reason)
+
+
+def _latency() -> Iterator[Goal]:
+    for contender, reason in (("attn_cuda", AV_CHAINS), ("attn_triton", TRITON_AV_CHAINS)):
+        for queries in (1, 4, 16):
+            parts = {
+                str(keys): Figure(LATENCY, av_chain, {"case": f"decode-{queries}x{keys}", "contender": contender, "direction": "forward"})
+                for keys in (8192, 16384, 32768)
+            }
+            what = f"P times the values in a decode step, `ordered-v1`, {contender}, queries {queries}, keys"
+            yield Goal(what, 3.0, "times the latency of its chain", parts, reason, at_most=True, digits=2)
+    operators = ("joint_attn_softmax", "joint_attn_qk_gemm", "attention")
+    eager = {
+        name: Figure(LATENCY, "host_us", {"case": f"overhead {name}", "contender": "attn_cuda", "direction": "eager"}) for name in operators
+    }
+    yield Goal("an eager call, `ordered-v1`, attn_cuda", 15.0, "us", eager, EAGER, at_most=True, digits=1)
+
+
+def _tensor_cores() -> Iterator[Goal]:
+    def rate(case: str, contender: str, direction: str, beside: tuple[str, ...]) -> Figure:
+        row = {"case": case, "direction": direction}
+        peers = tuple(Figure(SM90, "tflops", {**row, "contender": name}) for name in beside)
+        return Figure(SM90, "tflops", {**row, "contender": contender}, peers)
+
+    cases, best = ("d128", "d128-causal", "d128-32/8-causal"), ("fa3", "fa4 deterministic", "torch cudnn")
+    parts = {case: rate(case, "attn_cuda", "forward", best) for case in cases}
+    unit = "of the best of FlashAttention 3 and 4 and cuDNN"
+    yield Goal("attention, `sm90-v1`, attn_cuda, D = 128 forward", 0.90, unit, parts, SM90_FORWARD)
+    for chosen, wanted in ((cases[:1], 0.70), (cases[1:], 0.75)):
+        parts = {case: rate(case, "attn_cuda", "backward", ("fa4 deterministic",)) for case in chosen}
+        yield Goal("attention, `sm90-v1`, attn_cuda, D = 128 backward", wanted, "of deterministic FlashAttention 4", parts)
+    parts = {case: rate(case, "attn_triton", "forward", ("torch cudnn",)) for case in cases}
+    yield Goal("attention, `sm90-v1`, attn_triton, D = 128 forward", 0.60, "of cuDNN", parts)
+    backends = ("attn_cuda", "attn_triton")
+    copy = (
+        Figure(SOFTMAX, "terabytes_per_second", {"case": "110592x4608", "dtype": "float32", "direction": "forward", "contender": "copy"}),
+    )
+    step = {"case": "decode-b32-4k", "direction": "forward"}
+    parts = {name: Figure(SM90, "terabytes_per_second", {**step, "contender": name}, copy) for name in backends}
+    yield Goal("a decode step of 32 x 4096 keys, `sm90-v1`", 0.92, "of a copy", parts, SM90_DECODE)
+    step = {"case": "decode-b1-32k", "direction": "forward"}
+    parts = {name: Figure(SM90, lambda row: row["median_ms"] * 1e3, {**step, "contender": name}) for name in backends}
+    yield Goal("a decode step of 1 x 32768 keys, `sm90-v1`, the merge included", 55.0, "us", parts, SM90_DECODE, at_most=True, digits=1)
+
+
+def _four_bit() -> Iterator[Goal]:
+    for peer, wanted in (("unquantized", 0.5), ("32x32 tiles", 1.5)):
+        parts = {case: times_as_fast(QAT, "training", peer, case=case, direction="step") for case in ("12x8192", "12x16384", "12x32768")}
+        yield Goal("a training step in 4 bits, `nvfp4-sm90-v1`, attn_triton", wanted, f"of the rate of {peer}", parts, FOUR_BIT)
+
+
+GOALS = (*_softmax(), *_ordered(), *_latency(), *_tensor_cores(), *_four_bit())
