@@ -143,7 +143,7 @@ BACKWARD = {
     "rocm": _alike({128: PairConfig(32, 32, 16, 4), 256: PairConfig(32, 32, 16, 8)}, PairConfig(32, 32, 16, 4)),
     "cpu": _alike({256: PairConfig(256, 256, 128, 1)}, PairConfig(128, 128, 128, 1)),
 }
-"""By device; on NVIDIA and AMD blocks of which no target's code spills a register. Triton 3.9 holds more of a product's operands at once
+"""By device; on NVIDIA and AMD blocks whose code spills no register at D = 128. Triton 3.9 holds more of a product's operands at once
 than 3.6: with the blocks of 3.6 up to 2.2 KB of a thread's would go to memory. Smaller blocks read shared memory more often."""
 
 
