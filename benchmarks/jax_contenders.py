@@ -30,12 +30,14 @@ class Case:
     causal: bool = True
     window: int | None = None
     sinks: bool = False
+    contract: str | None = None
 
     def __str__(self) -> str:
         more = [
             *(["causal"] if self.causal else []),
             *([f"window {self.window}"] if self.window else []),
             *(["sinks"] if self.sinks else []),
+            *([self.contract] if self.contract else []),
         ]
         return " ".join([f"B{self.batch} H{self.heads}/{self.kv_heads} S{self.length} D{self.head_dim} {self.dtype}", *more])
 
@@ -54,7 +56,14 @@ def arrays_of(case: Case, seed: int = 0) -> Arrays:
 def ours(case: Case, engine: str) -> Contender:
     window = None if case.window is None else (case.window, 0)
     return lambda arrays: attention(
-        arrays["q"], arrays["k"], arrays["v"], causal=case.causal, window=window, sinks=arrays.get("sinks"), engine=engine
+        arrays["q"],
+        arrays["k"],
+        arrays["v"],
+        causal=case.causal,
+        window=window,
+        sinks=arrays.get("sinks"),
+        contract=case.contract,
+        engine=engine,
     )
 
 

@@ -1,6 +1,7 @@
 """The cuda engine of attn-jax-rocm-sink beside JAX's own attention on an NVIDIA GPU: medians of interleaved calls on random data.
 
     python benchmarks/jax_gpu.py --output benchmarks/results/jax-h200.json [--rounds 20] [--seconds 300] [--add FILE]
+    python benchmarks/jax_gpu.py --output FILE --contract sm90-v1 --rounds 8 --seconds 50     # Hopper's tensor cores alone
 
 ``--add`` keeps the rows of other cases that FILE, an earlier result, has. The layer of gpt-oss comes first.
 
@@ -23,7 +24,8 @@ from jax_contenders import Case, arrays_of, backward_of, forward_of, largest_dif
 REPEATS = 5
 METHOD = (
     f"wall time of {REPEATS} compiled calls in a row, block_until_ready at the end, divided by {REPEATS}; rounds interleave the contenders "
-    "after two warm-up samples; standard normal data; direction both is forward with the gradients of q, k and v"
+    "after two warm-up samples; standard normal data; direction both is forward with the gradients of q, k and v, "
+    "and of the sinks where there are some"
 )
 CASES = (
     Case(1, 64, 8, 4096, 64, "bfloat16", window=127, sinks=True),
@@ -32,6 +34,10 @@ CASES = (
     Case(4, 16, 16, 2048, 128, "bfloat16"),
     Case(4, 16, 16, 2048, 128, "bfloat16", causal=False),
     Case(2, 32, 8, 4096, 128, "bfloat16"),
+    Case(1, 64, 8, 4096, 64, "bfloat16", window=127, sinks=True, contract="sm90-v1"),
+    Case(1, 64, 8, 4096, 64, "bfloat16", window=127, contract="sm90-v1"),
+    Case(4, 16, 16, 2048, 128, "bfloat16", contract="sm90-v1"),
+    Case(2, 32, 8, 4096, 128, "bfloat16", contract="sm90-v1"),
 )
 PEERS = ("xla", "cudnn")
 CLOSE = {"float32": 1e-2, "bfloat16": 6e-2}  # the peers may use TF32
@@ -83,6 +89,7 @@ def run(case: Case, rounds: int, report: measuring.Report) -> None:
 def main() -> None:
     parser = measuring.options(__doc__, rounds=20)
     parser.add_argument("--add", type=Path, help="an earlier result file, whose rows of other cases are kept")
+    parser.add_argument("--contract", choices=["ordered-v1", "sm90-v1"], help="only the cases of one contract")
     options = parser.parse_args()
     try:
         device = jax.local_devices(backend="cuda")[0]
@@ -91,6 +98,8 @@ def main() -> None:
     facts = {"jax": jax.__version__, "jax_device": device.device_kind, "platform_version": device.client.platform_version}
     report = measuring.Report(options.output, METHOD, options.seconds, facts=facts)
     for case in CASES:
+        if options.contract not in (None, case.contract or "ordered-v1"):
+            continue
         if report.has_time(str(case)):
             with report.guarded(str(case)):
                 run(case, options.rounds, report)

@@ -276,8 +276,16 @@ def test_traced_lengths_that_do_not_fit_are_nan(lengths: tuple[int, int], mask: 
         (lambda: SequenceDescriptor.from_seqlens((LENGTHS_Q[:, 0],) * 3), ValueError, "one array or a pair"),
         (lambda: SequenceDescriptor.from_seqlens_and_offsets(LENGTHS_Q, STARTS_Q[:, :1]), ValueError, "an entry for each of seqlens"),
         (lambda: SequenceDescriptor.from_segment_ids_and_pos(IDS, IDS[0]), ValueError, "segment_pos must have the shape"),
-        (lambda: packed(arrays(), SequenceDescriptor.from_segment_ids_and_pos(IDS[0])), ValueError, "segment_ids must have shape"),
-        (lambda: packed(arrays(), SequenceDescriptor.from_seqlens(np.array([11, 2]))), ValueError, r"seqlens must lie in \[0, 10\]"),
+        (
+            lambda: packed(arrays(), SequenceDescriptor.from_segment_ids_and_pos(IDS[0])),
+            ValueError,
+            "SequenceDescriptor: segment_ids must have shape",
+        ),
+        (
+            lambda: packed(arrays(), SequenceDescriptor.from_seqlens(np.array([11, 2]))),
+            ValueError,
+            r"SequenceDescriptor: seqlens must lie in \[0, 10\]",
+        ),
         (lambda: packed(arrays(), SequenceDescriptor.from_seqlens(np.array([1]))), ValueError, "seqlens must have shape"),
         (lambda: packed(arrays(), SequenceDescriptor()), ValueError, "the SequenceDescriptor is empty"),
         (

@@ -46,7 +46,10 @@ class SequenceDescriptor:
         assert found.seqlens is not None and found.seq_offsets is not None
         for lengths, offsets in zip(found.seqlens, found.seq_offsets, strict=True):
             if offsets.shape[0] != lengths.shape[0] or offsets.shape[1] < lengths.shape[1]:
-                raise ValueError(f"seq_offsets need an entry for each of seqlens {list(lengths.shape)}; got shape {list(offsets.shape)}")
+                raise ValueError(
+                    f"SequenceDescriptor: seq_offsets need an entry for each of seqlens {list(lengths.shape)}; "
+                    f"got shape {list(offsets.shape)}"
+                )
         return found
 
     @classmethod
@@ -58,7 +61,9 @@ class SequenceDescriptor:
         ids = _pair("segment_ids", segment_ids, 2)
         positions = None if segment_pos is None else _pair("segment_pos", segment_pos, 2)
         if positions is not None and any(a.shape != b.shape for a, b in zip(ids, positions, strict=True)):
-            raise ValueError(f"segment_pos must have the shape of segment_ids; got {[list(p.shape) for p in positions]}")
+            raise ValueError(
+                f"SequenceDescriptor: segment_pos must have the shape of segment_ids; got {[list(p.shape) for p in positions]}"
+            )
         return cls(segment_ids=ids, segment_pos=positions)
 
     def checked(self) -> SequenceDescriptor:
@@ -82,20 +87,23 @@ class SequenceDescriptor:
             return None
         for lengths, size in zip(self.seqlens, sizes, strict=True):
             if lengths.shape != (batch,):
-                raise ValueError(f"seqlens must have shape [B] = [{batch}]; got {list(lengths.shape)}")
+                raise ValueError(f"SequenceDescriptor: seqlens must have shape [B] = [{batch}]; got {list(lengths.shape)}")
             _check_range("seqlens", lengths, size)
         return self.seqlens
 
     def packing(self, batch: int, sizes: tuple[int, int], segments: int) -> tuple[Packing, Packing]:
         """Segments of the queries and of the keys. ValueError for shapes, and for values that are known and do not fit."""
         if segments * max(sizes) > _MOST_ROWS:
-            raise ValueError(f"max_segments_per_seq={segments} sequences of {max(sizes)} rows are too many; supported: {_MOST_ROWS} rows")
+            raise ValueError(
+                f"SequenceDescriptor: max_segments_per_seq={segments} sequences of {max(sizes)} rows are too many; "
+                f"supported: {_MOST_ROWS} rows"
+            )
         packings = tuple(self._packing(side, batch, size, segments) for side, size in enumerate(sizes))
         for packing in packings:
             if not isinstance(packing.lost, jax.core.Tracer) and np.asarray(packing.lost).any():
                 raise ValueError(
-                    f"a sequence has segments beyond max_segments_per_seq={segments}, segments that overlap or leave it,"
-                    " or positions that are not 0, 1, ... in each segment"
+                    f"SequenceDescriptor: a sequence has segments beyond max_segments_per_seq={segments}, segments that overlap or leave it"
+                    ", or positions that are not 0, 1, ... in each segment"
                 )
         return packings[0], packings[1]
 
@@ -103,12 +111,12 @@ class SequenceDescriptor:
         if self.segment_ids is not None:
             ids = self.segment_ids[side]
             if ids.shape != (batch, size):
-                raise ValueError(f"segment_ids must have shape [B, S] = {[batch, size]}; got {list(ids.shape)}")
+                raise ValueError(f"SequenceDescriptor: segment_ids must have shape [B, S] = {[batch, size]}; got {list(ids.shape)}")
             return packing_of_ids(ids, None if self.segment_pos is None else self.segment_pos[side], segments)
         assert self.seqlens is not None and self.seq_offsets is not None
         lengths = self.seqlens[side]
         if lengths.shape[0] != batch:
-            raise ValueError(f"seqlens must have {batch} rows, one a sequence; got shape {list(lengths.shape)}")
+            raise ValueError(f"SequenceDescriptor: seqlens must have {batch} rows, one a sequence; got shape {list(lengths.shape)}")
         offsets = self.seq_offsets[side][:, : lengths.shape[1]]
         _check_range("seqlens + seq_offsets", jnp.where(lengths > 0, offsets + lengths, 0), size)
         return packing_of_lengths(lengths, offsets, segments, size)
@@ -117,11 +125,11 @@ class SequenceDescriptor:
 def _pair(name: str, value: jax.Array | Pair, rank: int) -> Pair:
     pair = value if isinstance(value, tuple) else (value, value)
     if len(pair) != 2:
-        raise ValueError(f"{name} must be one array or a pair (queries, keys); got {len(pair)} arrays")
+        raise ValueError(f"SequenceDescriptor: {name} must be one array or a pair (queries, keys); got {len(pair)} arrays")
     queries, keys = (integer_array("SequenceDescriptor", name, array) for array in pair)
     for array in (queries, keys):
         if array.ndim != rank:
-            raise ValueError(f"{name} must have {rank} axes; got shape {list(array.shape)}")
+            raise ValueError(f"SequenceDescriptor: {name} must have {rank} axes; got shape {list(array.shape)}")
     return queries, keys
 
 
@@ -131,4 +139,4 @@ def _check_range(name: str, values: jax.Array, high: int) -> None:
         return
     known = np.asarray(values)
     if known.size and (known.min() < 0 or known.max() > high):
-        raise ValueError(f"{name} must lie in [0, {high}]; got {known.tolist()}")
+        raise ValueError(f"SequenceDescriptor: {name} must lie in [0, {high}]; got {known.tolist()}")
