@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, fields
 
 import numpy as np
 
-__all__ = ["AXES", "Cell", "missing_pairs", "sample", "whole"]
+__all__ = ["AXES", "Axes", "Cell", "missing_pairs", "sample", "whole"]
 
 AXES: Mapping[str, tuple[str, ...]] = {
     "softmax": ("vanilla", "off_by_one", "learnable"),
@@ -20,7 +20,7 @@ AXES: Mapping[str, tuple[str, ...]] = {
     "heads": ("mha", "gqa", "mqa"),
     "dtype": ("float32", "bfloat16", "float16"),
     "repeated": ("once", "twice"),
-    "engine": ("host", "xla"),
+    "engine": ("host", "xla", "ck"),
 }
 
 
@@ -47,47 +47,55 @@ class Cell:
         return not (self.layout == "qkv_packed" and self.heads != "mha") and (not self.layout.startswith("thd") or "padding" in self.mask)
 
 
-def whole(axes: Mapping[str, tuple[str, ...]] = AXES) -> Iterator[Cell]:
+Axes = Mapping[str, tuple[str, ...]]
+Pair = tuple[str, str, str, str]
+Wanted = Callable[[Cell], object]
+
+
+def whole(axes: Axes = AXES) -> Iterator[Cell]:
     """Every cell that exists."""
     return (cell for values in itertools.product(*axes.values()) if (cell := Cell(*values)).exists())
 
 
-def pairs_of(cell: Cell) -> set[tuple[str, str, str, str]]:
+def pairs_of(cell: Cell) -> set[Pair]:
     values = [(field.name, getattr(cell, field.name)) for field in fields(cell)]
     return {(*first, *second) for first, second in itertools.combinations(values, 2)}
 
 
-def sample(seed: int = 1, tries: int = 200) -> list[Cell]:
-    """A small list of cells in which every pair of values of two axes that can meet does: greedy, and the same on every machine."""
+def sample(axes: Axes = AXES, wanted: Wanted = Cell.exists, *, seed: int = 1, tries: int = 200) -> list[Cell]:
+    """A small list of cells in which every pair of values of two axes that can meet does: greedy, and the same on every machine.
+
+    Cells that exist but are not ``wanted`` are left out, and the pairs that meet in those alone.
+    """
     rng = np.random.default_rng(seed)
-    missing = _possible_pairs()
+    missing = _possible_pairs(axes, wanted)
     chosen: list[Cell] = []
     while missing:
-        wanted = min(missing)
-        best = max((_random_cell(rng, wanted) for _ in range(tries)), key=lambda cell: len(pairs_of(cell) & missing))
+        pair = min(missing)
+        best = max((_random_cell(rng, pair, axes, wanted) for _ in range(tries)), key=lambda cell: len(pairs_of(cell) & missing))
         chosen.append(best)
         missing -= pairs_of(best)
     return chosen
 
 
-def missing_pairs(cells: Iterable[Cell]) -> set[tuple[str, str, str, str]]:
+def missing_pairs(cells: Iterable[Cell], axes: Axes = AXES, wanted: Wanted = Cell.exists) -> set[Pair]:
     """Pairs that can meet and do not in ``cells``."""
-    return _possible_pairs() - set().union(*(pairs_of(cell) for cell in cells))
+    return _possible_pairs(axes, wanted) - set().union(*(pairs_of(cell) for cell in cells))
 
 
-def _possible_pairs() -> set[tuple[str, str, str, str]]:
+def _possible_pairs(axes: Axes, wanted: Wanted) -> set[Pair]:
     found = set()
-    for (a, a_values), (b, b_values) in itertools.combinations(AXES.items(), 2):
+    for (a, a_values), (b, b_values) in itertools.combinations(axes.items(), 2):
         for first, second in itertools.product(a_values, b_values):
             fixed = {a: (first,), b: (second,)}
-            if next(whole({name: fixed.get(name, values) for name, values in AXES.items()}), None) is not None:
+            if any(map(wanted, whole({name: fixed.get(name, values) for name, values in axes.items()}))):
                 found.add((a, first, b, second))
     return found
 
 
-def _random_cell(rng: np.random.Generator, wanted: tuple[str, str, str, str]) -> Cell:
-    fixed = {wanted[0]: wanted[1], wanted[2]: wanted[3]}
+def _random_cell(rng: np.random.Generator, pair: Pair, axes: Axes, wanted: Wanted) -> Cell:
+    fixed = {pair[0]: pair[1], pair[2]: pair[3]}
     while True:
-        cell = Cell(**{name: fixed.get(name, values[rng.integers(len(values))]) for name, values in AXES.items()})
-        if cell.exists():
+        cell = Cell(**{name: fixed.get(name, values[rng.integers(len(values))]) for name, values in axes.items()})
+        if cell.exists() and wanted(cell):
             return cell

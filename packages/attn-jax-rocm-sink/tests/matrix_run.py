@@ -13,6 +13,8 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import matrix_ck
+import matrix_oracle
 import numpy as np
 from attn_jax_rocm_sink import attention
 from attn_jax_rocm_sink._arrays import from_numpy
@@ -22,11 +24,11 @@ from attn_spec._registry import get_backend
 from jax_calls import bits
 from matrix_cells import Cell
 from matrix_fused import call_fused
-from matrix_oracle import Problem, kept_pairs, solve
+from matrix_oracle import Problem, solve
 
 __all__ = ["Case"]
 
-B, D, SEED, DROPOUT = 2, 4, 2**40 + 17, 0.3
+B, SEED, DROPOUT = 2, 2**40 + 17, 0.3
 SCALE = float(np.float32(0.4))
 WINDOW = (2, 1)
 _QUICK = {"xla_backend_optimization_level": "0", "xla_llvm_disable_expensive_passes": "True"}  # half the time to compile
@@ -58,14 +60,15 @@ class Case:
         rng = np.random.default_rng(seed)
         heads, kv_heads = HEADS[cell.heads]
         self.queries, self.keys = (7, 7) if cell.layout == "qkv_packed" else (5, 7)
-        value_dim = D if cell.layout in ("qkv_packed", "kv_packed") else 3
+        head_dim = 8 if cell.engine == "ck" else 4  # CK has multiples of 8 alone
+        value_dim = head_dim if cell.engine == "ck" or cell.layout in ("qkv_packed", "kv_packed") else 3
 
         def normal(*shape: int, dtype: str = cell.dtype) -> np.ndarray:
             return from_float32(rng.standard_normal(shape).astype(np.float32), dtype)
 
         self.arrays = {
-            "q": normal(B, heads, self.queries, D),
-            "k": normal(B, kv_heads, self.keys, D),
+            "q": normal(B, heads, self.queries, head_dim),
+            "k": normal(B, kv_heads, self.keys, head_dim),
             "v": normal(B, kv_heads, self.keys, value_dim),
         }
         if cell.softmax == "learnable":
@@ -74,7 +77,8 @@ class Case:
             shape = {"B1SS": (B, 1), "BHSS": (B, heads), "11SS": (1, 1)}.get(cell.bias, (1, heads))
             self.arrays["bias"] = normal(*shape, self.queries, self.keys)
         self.dout = normal(B, heads, self.queries, value_dim)
-        self.dlse = normal(B, heads, self.queries, dtype="float32") if cell.layout == "attention" else None
+        # CK has no gradient through the log-sum-exp.
+        self.dlse = normal(B, heads, self.queries, dtype="float32") if cell.layout == "attention" and cell.engine != "ck" else None
 
     @property
     def causal(self) -> bool:
@@ -153,6 +157,7 @@ class Case:
             visible &= (i - WINDOW[0] <= j) & (j <= i + WINDOW[1])
         keep = None
         if self.cell.dropout == "dropout":
+            kept_pairs = (matrix_ck if self.cell.engine == "ck" else matrix_oracle).kept_pairs
             keep = kept_pairs(SEED, DROPOUT, (item.place + 1, q.shape[1], q.shape[2], k.shape[2]))[-1:]
         bias, sinks = self.item_bias(item), self.sinks()
         dlse = np.zeros(q.shape[:3]) if self.dlse is None else self.part("dlse", item).astype(np.float64)
@@ -247,8 +252,12 @@ class Case:
         cotangents = tuple(jnp.asarray(from_numpy(array)) for array in (self.dout, self.dlse) if array is not None)
 
         def both(given: dict[str, jax.Array], cotangents: tuple[jax.Array, ...]) -> tuple[tuple[jax.Array, ...], dict[str, jax.Array]]:
-            outputs, pullback = jax.vjp(lambda moving: self.call(cell, moving, seed), given)
-            return outputs, pullback(cotangents)[0]
+            def split(moving: dict[str, jax.Array]) -> tuple[tuple[jax.Array, ...], tuple[jax.Array, ...]]:
+                outputs = self.call(cell, moving, seed)
+                return outputs[: len(cotangents)], jax.lax.stop_gradient(outputs[len(cotangents) :])
+
+            outputs, pullback, more = jax.vjp(split, given, has_aux=True)
+            return (*outputs, *more), pullback(cotangents)[0]
 
         if self.compiled:
             key = (cell, seed, tuple((name, array.shape) for name, array in given.items()))

@@ -1,4 +1,4 @@
-"""The matrix of features: out, log-sum-exp and every gradient of each cell, by bytes on the host engine and close to float64 on both.
+"""The matrix of features: out, log-sum-exp and every gradient of each cell, by bytes on the host engine and close to float64 on all.
 
 CI runs a sample in which every two values of two axes meet; ``nox -s jax_matrix`` runs the whole.
 """
@@ -12,21 +12,57 @@ import numpy as np
 import pytest
 from attn_spec._errors import ContractViolation
 from attn_spec.testing.asserts import assert_same
-from matrix_cells import Cell, missing_pairs, sample
+from matrix_cells import AXES, Axes, Cell, missing_pairs, sample
 from matrix_check import check, check_bytes, check_close
+from matrix_ck import RUNNING, refusals, runs
 from matrix_run import SEED, Case
 
-CELLS = sample()
+EXACT: Axes = {**AXES, "engine": ("host", "xla")}
+CELLS = sample(EXACT)
+CK_CELLS = sample(RUNNING, runs)
+REFUSED_CELLS = [
+    Cell("learnable", "none", "causal", "none", "none", "attention", "gqa", "float32", "once", "ck"),
+    Cell("learnable", "1HSS", "padding_causal", "none", "none", "bshd", "mha", "bfloat16", "once", "ck"),
+    Cell("vanilla", "alibi", "causal", "none", "none", "bshd", "mha", "float16", "once", "ck"),
+    Cell("off_by_one", "none", "padding_bottom_right", "window", "none", "thd_packed", "mqa", "float16", "once", "ck"),
+    Cell("learnable", "BHSS", "padding_bottom_right", "none", "dropout", "thd_padded", "gqa", "bfloat16", "once", "ck"),
+    Cell("learnable", "pre_scale", "padding", "none", "none", "attention", "mha", "bfloat16", "once", "ck"),
+]
 
 
 def test_every_pair_of_values_meets_in_the_sample() -> None:
-    assert missing_pairs(CELLS) == set()
-    assert missing_pairs(CELLS[1:]) != set()
+    assert missing_pairs(CELLS, EXACT) == set()
+    assert missing_pairs(CELLS[1:], EXACT) != set()
+    assert missing_pairs(CK_CELLS, RUNNING, runs) == set()
+    assert {len(refusals(cell)) for cell in REFUSED_CELLS} == {1, 2, 3} and len({*map(refusals, REFUSED_CELLS)}) == 6
 
 
 @pytest.mark.parametrize("cell", CELLS, ids=str)
 def test_cell(cell: Cell) -> None:
     check(cell)
+
+
+@pytest.mark.usefixtures("fake_ck")
+@pytest.mark.parametrize("cell", [*CK_CELLS, *REFUSED_CELLS], ids=str)
+def test_cell_of_the_ck_engine(cell: Cell) -> None:
+    """Over the recording fake: close to float64, or refused for the listed reasons."""
+    check(cell)
+
+
+@pytest.mark.usefixtures("fake_ck")
+def test_a_fault_of_the_ck_engine_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    cell = Cell("learnable", "BHSS", "causal", "window", "dropout", "bshd", "gqa", "bfloat16", "once", "ck")
+    case = Case(cell)
+    check_close(case, case.run())
+    ignored = {"softmax": "off_by_one", "bias": "none", "mask": "none", "window": "none", "dropout": "none"}
+    for axis, value in ignored.items():
+        with pytest.raises(AssertionError, match="float64"):
+            check_close(case, case.run(cell=replace(cell, **{axis: value})))
+    monkeypatch.setattr("matrix_check.refusals", lambda cell: ("dtype",))
+    with pytest.raises(AssertionError, match=r"runs, and should be refused for \('dtype',\)"):
+        check(cell)
+    with pytest.raises(AssertionError, match=r"refused for \('forward: a bias together with lengths"):
+        check(replace(cell, mask="padding_causal"))
 
 
 def test_a_bias_that_packed_sequences_share() -> None:
