@@ -192,11 +192,12 @@ SM90_FORWARD = Reason(
     "A tile takes 2924 cycles of a warpgroup, of which the tensor cores need 1024 for its own products: the additions and multiplications "
     "of one warpgroup's softmax keep the tensor cores from their operands, which the other one's products then wait for. Registers (168 a "
     "thread at launch, 232 for an owner) and shared memory (227 KiB) are used up.",
-    "Clusters that share the copies of keys, and the end of a block while the next one's first scores are computed.",
+    "The end of a block while the next one's first scores are computed, and additions and multiplications spread evenly among the "
+    "exponentials.",
 )
 SM90_DECODE = Reason(
-    "Device memory is busy 81 % of the time of the kernel of segments, whose warps wait for it (long scoreboard), and the merge takes "
-    "another 5 us; four other ways of sharing the segments out were measured and not faster.",
+    "Device memory is busy 81 % of the time of attn_cuda's kernel of segments, whose warps wait for it (long scoreboard), and the merge "
+    "takes another 5 us; four other ways of sharing the segments out were measured and not faster. attn_triton was not profiled.",
     "Merge in the kernel of segments without uneven blocks, the last block of a row merging it.",
 )
 
