@@ -9,6 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from attn_jax_rocm_sink import _vjp
 from attn_spec import UnsupportedProblem
 from engine_fakes import Fakes
 
@@ -133,6 +134,21 @@ def test_the_comparison_finds_an_ignored_argument(fake_ck: Fakes, dropped: str) 
     found = evaluate({key: value for key, value in arguments.items() if key != dropped}, "ck")
     with pytest.raises(AssertionError, match="largest value"):
         assert_close(found, {key: wanted[key] for key in found}, sinks=arguments["sinks"])
+
+
+def test_the_comparison_finds_a_backward_from_the_log_sum_exp_of_the_keys_alone(fake_ck: Fakes, monkeypatch: pytest.MonkeyPatch) -> None:
+    arguments = call("causal", "learnable")
+    wanted, whole_call = evaluate(arguments, "host"), _vjp._call
+
+    def without_the_sink(direction: str, inputs: Any, operands: dict[str, jax.Array], *rest: Any) -> dict[str, jax.Array]:
+        if direction == "backward":
+            lse = operands["lse"]
+            operands = operands | {"lse": lse + jnp.log1p(-jnp.exp(operands["sinks"].astype(jnp.float32)[:, None] - lse))}
+        return whole_call(direction, inputs, operands, *rest)
+
+    monkeypatch.setattr(_vjp, "_call", without_the_sink)
+    with pytest.raises(AssertionError, match="largest value"):
+        assert_close(evaluate(arguments, "ck"), wanted, sinks=arguments["sinks"])
 
 
 def test_the_sink_is_native_exactly_where_aiter_takes_it(fake_ck: Fakes) -> None:
