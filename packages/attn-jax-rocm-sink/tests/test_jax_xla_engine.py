@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import jax
@@ -85,11 +86,15 @@ def test_a_contract_by_name_is_refused() -> None:
         attention(**arrays, engine="xla", contract="ordered-v1")
 
 
-def test_it_runs_where_no_kernel_does_and_only_when_named(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_it_runs_where_no_kernel_does_and_only_when_named() -> None:
     arrays = jax_arrays(make_call())
-    monkeypatch.setattr("attn_jax_rocm_sink._attention.platform", lambda arrays, fallback: "tpu")
-    with pytest.raises(UnsupportedProblem, match="device tpu"):
-        attention(**arrays)
+
+    def lowered(engine: str | None) -> str:
+        return jax.jit(partial(attention, engine=engine)).trace(**arrays).lower(lowering_platforms=("tpu",)).as_text()
+
+    with pytest.raises(UnsupportedProblem, match="lowering for platform tpu"):
+        lowered(None)
+    assert "custom_call" not in lowered("xla")
     assert attention(**arrays, engine="xla").shape == (B, H, S, V)
     assert "xla" not in BACKEND.engines
 
