@@ -13,8 +13,8 @@ from types import ModuleType, SimpleNamespace
 from typing import Any
 from unittest.mock import patch
 
-import torch
 import triton
+from attn_spec.torch.poison import poisoned_memory
 from interpreter import Device, Module
 from triton.backends.compiler import GPUTarget
 
@@ -91,15 +91,11 @@ def executing(device: Device, *launch_modules: ModuleType) -> Iterator[list[tupl
     driver = _Driver(device)
     outside = triton.runtime.driver.active if triton.runtime.driver._active is not None else None
     triton.runtime.driver.set_active(driver)
-    filled = torch.utils.deterministic.fill_uninitialized_memory
-    torch.set_deterministic_debug_mode("error")
-    torch.utils.deterministic.fill_uninitialized_memory = True  # outputs start as NaN
     try:
         with ExitStack() as stack:
+            stack.enter_context(poisoned_memory("error"))
             for module in launch_modules:
                 stack.enter_context(patch.object(module, "platform", lambda _: "rocm"))
             yield driver.launches
     finally:
-        torch.set_deterministic_debug_mode("default")
-        torch.utils.deterministic.fill_uninitialized_memory = filled
         triton.runtime.driver.set_active(outside)

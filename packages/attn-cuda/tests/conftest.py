@@ -5,10 +5,10 @@ from __future__ import annotations
 import shutil
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
+from attn_spec.torch.poison import poisoned_memory
 from torch import Tensor
 
 PACKAGE = Path(__file__).resolve().parent.parent
@@ -28,15 +28,9 @@ def cuda() -> torch.device:
 
 @pytest.fixture(autouse=True)
 def poisoned() -> Iterator[None]:
-    """Memory that torch hands out uninitialised holds NaN, so that an element which no kernel writes shows; torch does so in its
-    deterministic mode alone, which only warns here."""
-    settings: Any = torch.utils.deterministic
-    mode, fills = torch.get_deterministic_debug_mode(), settings.fill_uninitialized_memory
-    torch.set_deterministic_debug_mode("warn")
-    settings.fill_uninitialized_memory = True
-    yield
-    settings.fill_uninitialized_memory = fills
-    torch.set_deterministic_debug_mode(mode)
+    """Uninitialised memory holds NaN."""
+    with poisoned_memory("warn"):
+        yield
 
 
 @pytest.fixture(scope="session")

@@ -7,7 +7,7 @@ os.environ.setdefault("TRITON_INTERPRET", "1")
 from collections.abc import Iterator
 
 import pytest
-import torch
+from attn_spec.torch.poison import poisoned_memory
 from attn_triton._softmax_kernel import INTERPRETED
 
 
@@ -18,8 +18,6 @@ def device() -> str:
 
 @pytest.fixture(autouse=True)
 def poisoned() -> Iterator[None]:
-    """Uninitialised memory holds NaN, so that an element which no kernel writes shows."""
-    torch.set_deterministic_debug_mode("error")
-    torch.utils.deterministic.fill_uninitialized_memory = True
-    yield
-    torch.set_deterministic_debug_mode("default")
+    """Uninitialised memory holds NaN."""
+    with poisoned_memory("error"):
+        yield

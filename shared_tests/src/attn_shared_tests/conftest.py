@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Iterator
-from typing import Any
 
 import pytest
 from attn_spec.testing.runner import Evaluate
@@ -19,21 +18,14 @@ def pytest_configure(config: pytest.Config) -> None:
 
 @pytest.fixture(autouse=True)
 def poisoned(request: pytest.FixtureRequest) -> Iterator[None]:
-    """On a GPU, memory that torch hands out uninitialised holds NaN, so that an element which no kernel writes shows.
-
-    Torch does so in its deterministic mode alone, which only warns here. A CPU would have to touch gigabytes that tests never read.
-    """
-    torch: Any = sys.modules.get("torch")
-    if torch is None or "backend" not in request.fixturenames or request.getfixturevalue("backend").device == "cpu":
+    """On a GPU uninitialised memory holds NaN. A CPU would have to touch gigabytes that tests never read."""
+    if "torch" not in sys.modules or "backend" not in request.fixturenames or request.getfixturevalue("backend").device == "cpu":
         yield
         return
-    settings = torch.utils.deterministic
-    mode, fills = torch.get_deterministic_debug_mode(), settings.fill_uninitialized_memory
-    torch.set_deterministic_debug_mode("warn")
-    settings.fill_uninitialized_memory = True
-    yield
-    settings.fill_uninitialized_memory = fills
-    torch.set_deterministic_debug_mode(mode)
+    from attn_spec.torch.poison import poisoned_memory
+
+    with poisoned_memory("warn"):
+        yield
 
 
 @pytest.fixture

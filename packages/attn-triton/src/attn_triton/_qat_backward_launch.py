@@ -103,60 +103,38 @@ class _Passes:
         return delta
 
     def query_sums(self, delta: Tensor, dq: Tensor) -> None:
-        config = self._sums(dq, of_rows=True)
-        grid = row_grid(self.call.inputs, self.problem.sizes, config.owners)
-        if grid.programs == 0 or dq.numel() == 0:
-            return
-        packed = self.call.inputs.packed
-        spoiled = torch.zeros(grid.programs, dtype=torch.int32, device=dq.device)
-        for select in _SELECTIONS:
-            options = self._options(_selecting(config, 2) if select else config, dq, of_rows=True)
-            chains_kernel.attention_query_sums[(grid.programs,)](
-                *self._shared(grid), delta, dq, *result_strides(dq, packed), spoiled, SELECT=select, **options
-            )
+        self._sum(chains_kernel.attention_query_sums, (delta,), dq, of_rows=True, chains=2)
 
     def key_sums(self, delta: Tensor, q: Tensor, dk: Tensor) -> None:
-        config = self._sums(dk, of_rows=False)
-        grid = key_grid(self.call.inputs, self.problem.sizes, config.owners)
-        if grid.programs == 0 or dk.numel() == 0:
-            return
-        packed = self.call.inputs.packed
-        spoiled = torch.zeros(grid.programs, dtype=torch.int32, device=dk.device)
-        for select in _SELECTIONS:
-            chains_kernel.attention_key_sums[(grid.programs,)](
-                *self._shared(grid),
-                delta,
-                q,
-                *result_strides(q, packed),
-                q.stride(-1),
-                dk,
-                *result_strides(dk, packed),
-                spoiled,
-                SELECT=select,
-                **self._options(_selecting(config, 2) if select else config, dk, of_rows=False),
-            )
+        self._sum(chains_kernel.attention_key_sums, (delta, *self._lying(q)), dk, of_rows=False, chains=2)
 
     def value_sums(self, dv: Tensor) -> None:
-        config = self._sums(dv, of_rows=False)
-        grid = key_grid(self.call.inputs, self.problem.sizes, config.owners)
-        if grid.programs == 0 or dv.numel() == 0:
+        config = self.call.config
+        operands = (*p_scales(config), *self._lying(self.dout))
+        self._sum(kernel.qat_value_sums, operands, dv, of_rows=False, chains=1, QUANTIZE=config.quantize_p)
+
+    def _sum(self, sums: Any, operands: tuple[Any, ...], result: Tensor, *, of_rows: bool, chains: int, **constants: Any) -> None:
+        """One gradient by its kernel: over every pair, then, where that left a NaN, without the terms of masked pairs."""
+        config = self._sums(result, of_rows=of_rows)
+        grid = (row_grid if of_rows else key_grid)(self.call.inputs, self.problem.sizes, config.owners)
+        if grid.programs == 0 or result.numel() == 0:
             return
-        packed = self.call.inputs.packed
-        spoiled = torch.zeros(grid.programs, dtype=torch.int32, device=dv.device)
+        spoiled = torch.zeros(grid.programs, dtype=torch.int32, device=result.device)
         for select in _SELECTIONS:
-            kernel.qat_value_sums[(grid.programs,)](
+            sums[(grid.programs,)](
                 *self._shared(grid),
-                *p_scales(self.call.config),
-                self.dout,
-                *result_strides(self.dout, packed),
-                self.dout.stride(-1),
-                dv,
-                *result_strides(dv, packed),
+                *operands,
+                result,
+                *result_strides(result, self.call.inputs.packed),
                 spoiled,
                 SELECT=select,
-                QUANTIZE=self.call.config.quantize_p,
-                **self._options(_selecting(config, 1) if select else config, dv, of_rows=False),
+                **constants,
+                **self._options(_selecting(config, chains) if select else config, result, of_rows=of_rows),
             )
+
+    def _lying(self, tensor: Tensor) -> tuple[Any, ...]:
+        """A tensor and its strides."""
+        return tensor, *result_strides(tensor, self.call.inputs.packed), tensor.stride(-1)
 
     def _shared(self, grid: Grid) -> tuple[Any, ...]:
         """The first arguments of every kernel."""
