@@ -82,10 +82,10 @@ def run_decode(name: str, shape: Shape, latency: baseline.Latency | None, report
         report.add(row, note)
 
 
-def without_autograd(call: Callable[..., Any], *arguments: Any) -> Call:
+def without_autograd(call: Callable[..., Any], *arguments: Any, **options: Any) -> Call:
     def run() -> Any:
         with torch.no_grad():
-            return call(*arguments)
+            return call(*arguments, **options)
 
     return run
 

@@ -65,6 +65,24 @@ def check_modes(function: Operator, device: str, call: Call) -> None:
             same(output, plain[name], f"{mode.__name__}: {name}")
 
 
+def check_backward_begins_with_its_operator(function: Operator, device: str, call: Call) -> None:
+    """Nothing comes before it: no zeros for the statistics, whose cotangents nobody gave."""
+    import torch
+    from torch.utils._python_dispatch import TorchDispatchMode
+
+    class Recorded(TorchDispatchMode):
+        def __torch_dispatch__(self, function: Any, types: Any, arguments: Any = (), keywords: Any = None) -> Any:
+            names.append(function.name())
+            return function(*arguments, **(keywords or {}))
+
+    names: list[str] = []
+    data = Data(call, device)
+    outputs = data.outputs(function)
+    with Recorded():
+        torch.autograd.grad(list(outputs.values()), [data.inputs[name] for name in call.wrt], list(data.cotangents.values()))
+    assert names[0].endswith("_backward") and "::joint_attn_softmax" in names[0], names
+
+
 def check_inputs_survive(function: Operator, device: str, call: Call) -> None:
     """Forward and two backwards change no input and no cotangent; an edit of a saved input between them raises."""
     import torch
@@ -304,3 +322,8 @@ def check_drawn_mask(attention: Operator, device: str, call: Call) -> None:
 
 def test_hostile_settings_move_no_bit(backend: Runner) -> None:
     with_function(backend, EVERY["attention"], check_hostile_settings)
+
+
+@pytest.mark.parametrize("name", ["softmax", "masked softmax", "softmax v2"])
+def test_backward_begins_with_its_operator(backend: Runner, name: str) -> None:
+    with_torch(backend, EVERY[name], check_backward_begins_with_its_operator, EVERY[name])

@@ -149,11 +149,12 @@ def _softmax_inference(method: str) -> Callable[[Kernels], Callable[..., Any] | 
 def _softmax_autograd(backward: Operation) -> Gradient:
     def setup(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
         scores, mask, _ = inputs
+        ctx.set_materialize_grads(False)  # of the statistics: a kernel that fills zeros for each
         ctx.mark_non_differentiable(*output[1:])
         ctx.save_for_backward(scores, mask, *output[1:])
 
-    def gradient(ctx: Any, dprobs: Tensor, *unused: Any) -> tuple[Any, ...]:
-        return backward(dprobs, *ctx.saved_tensors), None, None
+    def gradient(ctx: Any, dprobs: Tensor | None, *unused: Any) -> tuple[Any, ...]:
+        return None if dprobs is None else backward(dprobs, *ctx.saved_tensors), None, None
 
     return setup, gradient
 

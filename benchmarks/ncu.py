@@ -1,0 +1,97 @@
+"""Nsight Compute on named calls: a child process runs each call once between two markers, and the parent reads a row for each kernel.
+
+ncu holds the GPU at its base clock, so its cycles compare kernels whatever the power limit makes of their clocks. It must be on the PATH
+and may need the right to read performance counters.
+"""
+
+from __future__ import annotations
+
+import csv
+import io
+import re
+import subprocess
+import sys
+from collections.abc import Callable, Iterable
+
+import torch
+from measuring import Row
+
+METRICS = {
+    "cycles": "gpc__cycles_elapsed.max",
+    "nanoseconds": "gpu__time_duration.sum",
+    "tensor_pipe": "sm__pipe_tensor_cycles_active.avg.pct_of_peak_sustained_active",
+    "exponential_pipe": "sm__inst_executed_pipe_xu.avg.pct_of_peak_sustained_active",
+    "fma_pipe": "sm__inst_executed_pipe_fma.avg.pct_of_peak_sustained_active",
+    "alu_pipe": "sm__inst_executed_pipe_alu.avg.pct_of_peak_sustained_active",
+    "shared_memory": "l1tex__data_pipe_lsu_wavefronts_mem_shared.avg.pct_of_peak_sustained_elapsed",
+    "bank_conflicts": "l1tex__data_bank_conflicts_pipe_lsu_mem_shared.sum",
+    "issue": "sm__issue_active.avg.pct_of_peak_sustained_elapsed",
+    "warps": "sm__warps_active.avg.pct_of_peak_sustained_active",
+    "device_memory": "dram__cycles_active.avg.pct_of_peak_sustained_elapsed",
+    "bytes_read": "dram__bytes_read.sum",
+    "bytes_written": "dram__bytes_write.sum",
+    "instructions": "smsp__inst_executed.sum",
+    "registers": "launch__registers_per_thread",
+    "shared_bytes": "launch__shared_mem_per_block_dynamic",
+    "waves": "launch__waves_per_multiprocessor",
+}
+UNITS = {"Kbyte": 1e3, "Mbyte": 1e6, "Gbyte": 1e9, "us": 1e3, "usecond": 1e3, "ms": 1e6, "msecond": 1e6, "Kbyte/block": 1e3}
+"""Of what ncu prints in a larger unit than the metric's own, how many of those it is."""
+STALL = re.compile(r"smsp__average_warps_issue_stalled_(\w+)_per_issue_active\.ratio")
+NUMBER = re.compile(r"-?[\d,]+(\.\d+)?")
+MARKER = "spin_kernel"
+"""torch's kernel that only waits: it stands before each call."""
+FLAG = "--profiled"
+"""The child's argument, and what it prints before the name of a call."""
+
+Calls = Iterable[tuple[str, Callable[[], object]]]
+
+
+def run(calls: Calls) -> None:
+    """What the child does: each call once unprofiled, then once for ncu."""
+    for name, call in calls:
+        print(f"{FLAG} {name}", flush=True)
+        call()
+        torch.cuda.synchronize()
+        torch.cuda.profiler.start()
+        torch.cuda._sleep(1)
+        call()
+        torch.cuda.synchronize()
+        torch.cuda.profiler.stop()
+
+
+def profile(program: str) -> list[Row]:
+    """A row for each kernel that ``program --profiled`` runs: METRICS, pipes in percent of their peak, and how many warps wait, by reason,
+    for each one that issues an instruction."""
+    command = ["ncu", "--profile-from-start", "off", "--section", "WarpStateStats", "--section", "LaunchStats"]
+    command += ["--metrics", ",".join(METRICS.values()), "--csv", "--page", "raw", sys.executable, program, FLAG]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    if done.returncode:
+        raise RuntimeError(f"{' '.join(command[:3])} ... ended with {done.returncode}: {(done.stdout + done.stderr)[-2000:]}")
+    head, units, *lines = csv.reader(io.StringIO("".join(line for line in done.stdout.splitlines(True) if line.startswith('"'))))
+    factors = [UNITS.get(unit, 1.0) for unit in units]
+    rows: list[Row] = []
+    remaining, case = iter(re.findall(rf"^{FLAG} (.*)$", done.stdout, re.MULTILINE)), ""
+    for line in lines:
+        cells = dict(zip(head, line, strict=True))
+        if MARKER in cells["Kernel Name"]:
+            case = next(remaining)
+            continue
+        values = {}
+        for name, cell, factor in zip(head, line, factors, strict=True):
+            if NUMBER.fullmatch(cell):
+                values[name] = float(cell.replace(",", "")) * factor
+        row: Row = {"case": case, "kernel": short_name(cells["Kernel Name"]), "grid": cells["Grid Size"], "block": cells["Block Size"]}
+        row |= {name: values[metric] for name, metric in METRICS.items()}
+        stalls = {found[1]: values[name] for name in head if (found := STALL.fullmatch(name))}
+        row["stalls"] = {name: value for name, value in sorted(stalls.items(), key=lambda item: -item[1]) if value >= 0.05}
+        rows.append(row)
+    return rows
+
+
+def short_name(kernel: str) -> str:
+    """``void attn_cuda::<unnamed>::tile_kernel<(int)1, attn::bfloat16>(...)`` to ``tile_kernel<1, bfloat16>``."""
+    plain = re.sub(r"\((?:int|bool|anonymous namespace)\)|<unnamed>|attn::", "", kernel)
+    found = re.search(r"(\w+)(<[^()]*>)?\(", plain)
+    name = found[1] + (found[2] or "") if found else plain
+    return "cuDNN" if name.startswith("cudnn") else name if len(name) < 80 else f"{name[:77]}..."
