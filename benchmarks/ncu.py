@@ -11,7 +11,8 @@ import io
 import re
 import subprocess
 import sys
-from collections.abc import Callable, Iterable
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping
 
 import torch
 from measuring import Row
@@ -35,6 +36,8 @@ METRICS = {
     "shared_bytes": "launch__shared_mem_per_block_dynamic",
     "waves": "launch__waves_per_multiprocessor",
 }
+SUMS = {"cycles", "nanoseconds", "bank_conflicts", "bytes_read", "bytes_written", "instructions"}
+"""Of METRICS, what adds up over launches."""
 UNITS = {"Kbyte": 1e3, "Mbyte": 1e6, "Gbyte": 1e9, "us": 1e3, "usecond": 1e3, "ms": 1e6, "msecond": 1e6, "Kbyte/block": 1e3}
 """Of what ncu prints in a larger unit than the metric's own, how many of those it is."""
 STALL = re.compile(r"smsp__average_warps_issue_stalled_(\w+)_per_issue_active\.ratio")
@@ -61,8 +64,8 @@ def run(calls: Calls) -> None:
 
 
 def profile(program: str) -> list[Row]:
-    """A row for each kernel that ``program --profiled`` runs: METRICS, pipes in percent of their peak, and how many warps wait, by reason,
-    for each one that issues an instruction."""
+    """Of each kernel of each call that ``program --profiled`` runs METRICS, pipes in percent of their peak, and how many warps wait, by
+    reason, for each one that issues an instruction."""
     command = ["ncu", "--profile-from-start", "off", "--section", "WarpStateStats", "--section", "LaunchStats"]
     command += ["--metrics", ",".join(METRICS.values()), "--csv", "--page", "raw", sys.executable, program, FLAG]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
@@ -70,7 +73,7 @@ def profile(program: str) -> list[Row]:
         raise RuntimeError(f"{' '.join(command[:3])} ... ended with {done.returncode}: {(done.stdout + done.stderr)[-2000:]}")
     head, units, *lines = csv.reader(io.StringIO("".join(line for line in done.stdout.splitlines(True) if line.startswith('"'))))
     factors = [UNITS.get(unit, 1.0) for unit in units]
-    rows: list[Row] = []
+    launches: dict[tuple[str, str], list[Row]] = {}
     remaining, case = iter(re.findall(rf"^{FLAG} (.*)$", done.stdout, re.MULTILINE)), ""
     for line in lines:
         cells = dict(zip(head, line, strict=True))
@@ -81,12 +84,35 @@ def profile(program: str) -> list[Row]:
         for name, cell, factor in zip(head, line, factors, strict=True):
             if NUMBER.fullmatch(cell):
                 values[name] = float(cell.replace(",", "")) * factor
-        row: Row = {"case": case, "kernel": short_name(cells["Kernel Name"]), "grid": cells["Grid Size"], "block": cells["Block Size"]}
-        row |= {name: values[metric] for name, metric in METRICS.items()}
-        stalls = {found[1]: values[name] for name in head if (found := STALL.fullmatch(name))}
-        row["stalls"] = {name: value for name, value in sorted(stalls.items(), key=lambda item: -item[1]) if value >= 0.05}
-        rows.append(row)
-    return rows
+        row: Row = {"grid": cells["Grid Size"], "block": cells["Block Size"], **{name: values[metric] for name, metric in METRICS.items()}}
+        row["stalls"] = {found[1]: values[name] for name in head if (found := STALL.fullmatch(name))}
+        launches.setdefault((case, short_name(cells["Kernel Name"])), []).append(row)
+    return folded(launches)
+
+
+def folded(launches: Mapping[tuple[str, str], list[Row]]) -> list[Row]:
+    """A row for each kernel of each call, without those that take less than a hundredth of the call."""
+    rows = [{"case": case, "kernel": kernel, "launches": len(found), **together(found)} for (case, kernel), found in launches.items()]
+    whole = Counter[str]()
+    for row in rows:
+        whole[row["case"]] += row["nanoseconds"]
+    return [row for row in rows if row["nanoseconds"] >= whole[row["case"]] / 100]
+
+
+def together(rows: list[Row]) -> Row:
+    """One row of a kernel's launches: sums, and means weighted by time, rounded to four digits; grid and block of the longest."""
+    weights = [row["nanoseconds"] for row in rows]
+
+    def mean(values: Iterable[float]) -> float:
+        return float(f"{sum(value * weight for value, weight in zip(values, weights, strict=True)) / sum(weights):.4g}")
+
+    longest = max(rows, key=lambda row: row["nanoseconds"])
+    found: Row = {"grid": longest["grid"], "block": longest["block"]}
+    for name in METRICS:
+        found[name] = sum(row[name] for row in rows) if name in SUMS else mean(row[name] for row in rows)
+    stalls = {name: mean(row["stalls"].get(name, 0.0) for row in rows) for name in longest["stalls"]}
+    found["stalls"] = {name: value for name, value in sorted(stalls.items(), key=lambda item: -item[1]) if value >= 0.05}
+    return found
 
 
 def short_name(kernel: str) -> str:

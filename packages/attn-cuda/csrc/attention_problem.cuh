@@ -110,7 +110,8 @@ __device__ __forceinline__ Range range_of(const Attention& problem, const Item& 
   return positional_range(problem, item, query);
 }
 
-// The rows of one kv head: row r is query r mod S of head r div S of the group, the order in which dk and dv are summed.
+// The rows of one kv head, those of a query side by side: row r is query r div group of head r mod group. So a block of rows has few queries,
+// and sees few keys that some of its rows do not.
 struct Row {
   int32_t head, query;  // head < 0: no such row
 };
@@ -121,8 +122,8 @@ __device__ __forceinline__ int64_t rows_of(const Attention& problem, const Item&
 
 __device__ __forceinline__ Row row_of(const Attention& problem, const Item& item, int32_t kv_head, int64_t row) {
   if (row >= rows_of(problem, item)) return Row{-1, 0};
-  const int64_t in_group = row < item.queries ? 0 : row / item.queries;
-  return Row{static_cast<int32_t>(kv_head * problem.group + in_group), static_cast<int32_t>(row - in_group * item.queries)};
+  const int64_t query = row / problem.group;
+  return Row{static_cast<int32_t>(kv_head * problem.group + (row - query * problem.group)), static_cast<int32_t>(query)};
 }
 
 // Element offset of a query row in q or dout.
@@ -209,15 +210,6 @@ __device__ __forceinline__ bool find_work(const Attention& problem, int64_t id, 
   work->item = item_of(problem, low);
   work->block = plan[low + 1] - 1 - block;
   return true;
-}
-
-// Work number `id` of row blocks with those of the last queries of every head first: under causality they see most keys, and find_work
-// alone would go through one head after the other.
-__device__ __forceinline__ int64_t last_queries_first(const Attention& problem, int64_t id, int64_t per_item, const int64_t* plan) {
-  if (plan != nullptr || per_item % problem.group != 0) return id;
-  const int64_t items = problem.batch * problem.kv_heads, which = id / items, per_head = per_item / problem.group;
-  const int64_t from_last = which % problem.group * per_head + which / problem.group;
-  return from_last * items + (id - which * items);
 }
 
 // use(id) for the works below `count` that fall to this block, in turns of opposite direction, so that heavy and light ones meet.

@@ -214,7 +214,7 @@ __device__ __forceinline__ void each_row_block(const Attention& problem, int64_t
   __shared__ Work work;
   __shared__ BlockRows<Warps> block;
   each_turn(blocks, [&](int64_t id) {
-    if (!share_work(problem, last_queries_first(problem, id, per_item, plan), per_item, plan, &work)) return;
+    if (!share_work(problem, id, per_item, plan, &work)) return;
     block.find(problem, work);
     use(work, block);
   });

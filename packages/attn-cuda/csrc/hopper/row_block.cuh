@@ -100,9 +100,7 @@ __device__ __forceinline__ void find_block(const Attention& problem, const WorkO
   const int64_t first = id / (order.per_item * order.section) * order.section;
   const int64_t width = pairs - first < order.section ? pairs - first : order.section;
   const int64_t inside = id - first * order.per_item, turn = inside / width, pair = first + inside % width;
-  const int64_t per_head = order.per_item / problem.group;
-  const bool whole_heads = per_head * problem.group == order.per_item;
-  to->block = whole_heads ? turn % problem.group * per_head + (per_head - 1 - turn / problem.group) : order.per_item - 1 - turn;
+  to->block = order.per_item - 1 - turn;
   to->kv_head = static_cast<int32_t>(pair % problem.kv_heads);
   to->item = item_of(problem, pair / problem.kv_heads);
 }
