@@ -224,21 +224,50 @@ def sanitizer(document: Document) -> str:
     return markdown(["tool", "parts", "errors", "false reports", "parts that did not end", "seconds"], lines)
 
 
+PIPES = {
+    "tensor_pipe": "tensor cores",
+    "exponential_pipe": "exponentials",
+    "shared_memory": "shared memory",
+    "device_memory": "device memory",
+}
+ORDERED_PIPES = {
+    "issue": "issue",
+    "fma_pipe": "FMA",
+    "alu_pipe": "ALU",
+    "shared_memory": "shared memory",
+    "device_memory": "device memory",
+    "warps": "warps",
+}
+LEAST_SHARE = 0.2
+"""Of a call's time, from which on goal_profiles shows a kernel."""
+LEFT_OUT = ("torch", "6544", "7401 bfloat16", "4608 float32")
+"""Calls that goal_profiles does not show: peers, and those that are like one that it shows."""
+
+
 def kernel_profiles(document: Document) -> str:
     """What keeps each kernel of sm90-v1 busy, in percent, and the largest reasons for which its warps wait."""
-    pipes = {
-        "tensor_pipe": "tensor cores",
-        "exponential_pipe": "exponentials",
-        "shared_memory": "shared memory",
-        "device_memory": "device memory",
-    }
-    lines = []
-    for row in document["environment"]["kernels"]:
-        stalls = ", ".join(
-            f"{name.replace('_', ' ')} {value:.1f}" for name, value in [item for item in row["stalls"].items() if item[0] != "selected"][:3]
-        )
-        lines.append([row["case"], f"`{row['kernel']}`", f"{row['cycles'] / 1e3:.0f}", *(f"{row[pipe]:.0f}" for pipe in pipes), stalls])
-    return markdown(["case", "kernel", "1000 cycles", *pipes.values(), "warps waiting an instruction"], lines)
+    lines = [
+        [row["case"], f"`{row['kernel']}`", f"{row['cycles'] / 1e3:.0f}", *(f"{row[pipe]:.0f}" for pipe in PIPES), waits(row)]
+        for row in document["environment"]["kernels"]
+    ]
+    return markdown(["case", "kernel", "1000 cycles", *PIPES.values(), "warps waiting an instruction"], lines)
+
+
+def goal_profiles(document: Document) -> str:
+    """The same of the kernels that take most of a call whose goal is missed, in one of its cases; times at base clock."""
+    rows, lines = document["environment"]["kernels"], []
+    for row in rows:
+        whole = sum(other["nanoseconds"] for other in rows if other["case"] == row["case"])
+        if row["nanoseconds"] >= LEAST_SHARE * whole and not any(part in row["case"] for part in LEFT_OUT):
+            name = row["kernel"].split("<")[0]
+            pipes = [f"{row[pipe]:.0f}" for pipe in ORDERED_PIPES]
+            lines.append([row["case"], f"`{name}`", f"{row['nanoseconds'] / 1e3:.1f}", *pipes, f"{row['registers']:.0f}", waits(row)])
+    return markdown(["call", "kernel", "us", *ORDERED_PIPES.values(), "registers", "warps waiting an instruction"], lines)
+
+
+def waits(row: Row) -> str:
+    reasons = [item for item in row["stalls"].items() if item[0] != "selected"]
+    return ", ".join(f"{name.replace('_', ' ')} {value:.1f}" for name, value in reasons[:3])
 
 
 def kernels_alone(document: Document) -> str:
@@ -310,6 +339,7 @@ TABLES: dict[str, tuple[str | tuple[str, ...], Callable[..., str]]] = {
     "sm90-decode": ("sm90-h200.json", tensor_core_decode),
     "sm90-profile": ("sm90-profile-h200.json", kernel_profiles),
     "sm90-alone": ("sm90-profile-h200.json", kernels_alone),
+    "goal-profiles": ("goals-profile-h200.json", goal_profiles),
     "sm90-ideas": ("sm90-ideas-h200.json", forward_ideas),
     "segments": ("segments-h200.json", segments),
     "qat": ("qat-h200.json", four_bit),

@@ -308,3 +308,50 @@ def test_only_the_largest_layers_may_run_once(module: Callable[[str], ModuleType
     assert {key for key, engines in chosen.items() if engines == 1} == {("qwen-image-7401", "bfloat16"), ("qwen3-8b-load", "bfloat16")}
     assert {key for key, engines in chosen.items() if engines == 0} == {("qwen-image-7401", "float16")}
     assert {job.engines(case, dtype, False) for case in job.ALL_CASES.values() for dtype in case.dtypes} == {sys.maxsize}
+
+
+PROFILER = """#!/bin/sh
+cat <<'END'
+==PROF== Connected
+--profiled one, two
+--profiled three
+{lines}
+END
+exit $FAKE_STATUS
+"""
+
+
+def test_nsight_compute_is_read_by_call_and_kernel(
+    module: Callable[[str], ModuleType], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    ncu = module("ncu")
+    stall = "smsp__average_warps_issue_stalled_{}_per_issue_active.ratio"
+    units = {"nanoseconds": "us", "bytes_read": "Mbyte"}
+
+    def line(kernel: str, time: float, issue: float = 50.0) -> list[str]:
+        values = dict.fromkeys(ncu.METRICS, "1") | {"nanoseconds": f"{time:,}", "issue": str(issue), "bytes_read": "1,234.5"}
+        return [kernel, "(2, 1, 1)", "(32, 1, 1)", *values.values(), "0.75", "0.01"]
+
+    lines = [
+        ["Kernel Name", "Grid Size", "Block Size", *ncu.METRICS.values(), stall.format("wait"), stall.format("barrier")],
+        ["", "", "", *(units.get(name, "%") for name in ncu.METRICS), "inst", "inst"],
+        line("void at::cuda::<unnamed>::spin_kernel(long)", 1),
+        line("void attn_cuda::<unnamed>::sums_kernel<(int)2, attn::bfloat16>(attn_cuda::Arguments)", 1000, 80.0),
+        line("void attn_cuda::<unnamed>::sums_kernel<(int)2, attn::bfloat16>(attn_cuda::Arguments)", 3000, 40.0),
+        line("void at::native::fill(float *)", 2),
+        line("void at::cuda::<unnamed>::spin_kernel(long)", 1),
+        line("row_sums", 2),
+    ]
+    tool = tmp_path / "ncu"
+    tool.write_text(PROFILER.format(lines="\n".join(",".join(f'"{cell}"' for cell in cells) for cells in lines)))
+    tool.chmod(0o755)
+    monkeypatch.setenv("PATH", str(tmp_path), prepend=":")
+    monkeypatch.setenv("FAKE_STATUS", "0")
+    first, second = ncu.profile("program.py")
+    assert (first["case"], first["kernel"], first["launches"]) == ("one, two", "sums_kernel<2, bfloat16>", 2)
+    assert first["nanoseconds"] == 4e6 and first["issue"] == 50.0, "times add up, and shares are means weighted by time"
+    assert first["bytes_read"] == pytest.approx(2 * 1234.5e6) and first["stalls"] == {"wait": 0.75}
+    assert (second["case"], second["kernel"], second["launches"]) == ("three", "row_sums", 1)
+    monkeypatch.setenv("FAKE_STATUS", "7")
+    with pytest.raises(RuntimeError, match="ended with 7"):
+        ncu.profile("program.py")
