@@ -12,7 +12,7 @@ import re
 import subprocess
 import sys
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 
 import torch
 from measuring import Row
@@ -47,13 +47,17 @@ MARKER = "spin_kernel"
 FLAG = "--profiled"
 """The child's argument, and what it prints before the name of a call."""
 
-Calls = Iterable[tuple[str, Callable[[], object]]]
+Calls = Iterable[tuple[str, Callable[[], Callable[[], object]]]]
+"""Names, and what makes the call."""
 
 
-def run(calls: Calls) -> None:
-    """What the child does: each call once unprofiled, then once for ncu."""
-    for name, call in calls:
+def run(calls: Calls, arguments: Sequence[str]) -> None:
+    """What the child does, whose last argument is a pattern of names: each call once unprofiled, then once for ncu."""
+    for name, make in calls:
+        if re.search(arguments[-1], name) is None:
+            continue
         print(f"{FLAG} {name}", flush=True)
+        call = make()
         call()
         torch.cuda.synchronize()
         torch.cuda.profiler.start()
@@ -63,11 +67,11 @@ def run(calls: Calls) -> None:
         torch.cuda.profiler.stop()
 
 
-def profile(program: str) -> list[Row]:
-    """Of each kernel of each call that ``program --profiled`` runs METRICS, pipes in percent of their peak, and how many warps wait, by
-    reason, for each one that issues an instruction."""
+def profile(program: str, pattern: str = "") -> list[Row]:
+    """Of each kernel of each call that ``program --profiled PATTERN`` runs: METRICS, pipes in percent of their peak, and how many warps
+    wait, by reason, for each one that issues an instruction."""
     command = ["ncu", "--profile-from-start", "off", "--section", "WarpStateStats", "--section", "LaunchStats"]
-    command += ["--metrics", ",".join(METRICS.values()), "--csv", "--page", "raw", sys.executable, program, FLAG]
+    command += ["--metrics", ",".join(METRICS.values()), "--csv", "--page", "raw", sys.executable, program, FLAG, pattern]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     if done.returncode:
         raise RuntimeError(f"{' '.join(command[:3])} ... ended with {done.returncode}: {(done.stdout + done.stderr)[-2000:]}")

@@ -16,7 +16,7 @@ import ncu
 import torch
 from attn_cuda._sm90_launch import Sm90Kernels
 from attn_spec.torch import AttentionInputs
-from measuring import Report, Row, durations, flush_buffer, interleaved
+from measuring import Call, Report, Row, durations, flush_buffer, interleaved
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 PRODUCTS = {"forward": 2, "dq": 3, "dk and dv": 4, "backward": 7}
@@ -34,17 +34,27 @@ def problem(heads: int, head_dim: int, causal: bool, batch: int = 1) -> Inputs:
     return AttentionInputs(q=draws[0], k=draws[1], v=draws[2], causal=causal, scale=head_dim**-0.5), draws[3]
 
 
-def profiled_calls() -> Iterator[tuple[str, Callable[[], object]]]:
-    """Forward and backward at D 128 and 64, full and causal, cuDNN's forward beside them; then decode."""
-    kernels = Sm90Kernels()
+def profiled_calls() -> Iterator[tuple[str, Callable[[], Call]]]:
+    """Forward, backward and cuDNN's forward at D 128 and 64, full and causal; then decode."""
     for name, heads, head_dim, causal in SHAPES:
-        inputs, dout = problem(heads, head_dim, causal)
+        yield name, partial(whole_call, heads, head_dim, causal)
+    yield "decode-b32-4k", decode_call
+
+
+def whole_call(heads: int, head_dim: int, causal: bool) -> Call:
+    kernels, (inputs, dout) = Sm90Kernels(), problem(heads, head_dim, causal)
+
+    def call() -> None:
         out, lse = kernels.attention_sm90_forward(inputs)
-        yield name, partial(kernels.attention_sm90_forward, inputs)
-        yield name, partial(kernels.attention_sm90_backward, inputs, dout, None, out, lse, NEEDS["backward"])
-        yield name, partial(cudnn, inputs)
+        kernels.attention_sm90_backward(inputs, dout, None, out, lse, NEEDS["backward"])
+        cudnn(inputs)
+
+    return call
+
+
+def decode_call() -> Call:
     q, k, v = (torch.randn((32, heads, rows, 128), device="cuda").to(torch.bfloat16) for heads, rows in ((32, 1), (8, 4096), (8, 4096)))
-    yield "decode-b32-4k", partial(kernels.attention_sm90_forward, AttentionInputs(q=q, k=k, v=v, causal=True, scale=128**-0.5))
+    return partial(Sm90Kernels().attention_sm90_forward, AttentionInputs(q=q, k=k, v=v, causal=True, scale=128**-0.5))
 
 
 def cudnn(inputs: AttentionInputs) -> torch.Tensor:
@@ -68,7 +78,7 @@ def time_alone(report: Report, rounds: int) -> None:
 
 def main() -> None:
     if ncu.FLAG in sys.argv:
-        ncu.run(profiled_calls())
+        ncu.run(profiled_calls(), sys.argv)
         return
     options = measuring.options(__doc__, rounds=10).parse_args()
     measuring.cuda_device("sm90_profile")
