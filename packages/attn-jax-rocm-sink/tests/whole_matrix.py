@@ -1,8 +1,9 @@
 """Every cell of the matrix, on all processors: ``python whole_matrix.py [--part I/N] [--output FILE]``; exits with 1 when a cell fails.
 
 Each cell runs on every engine and twice, so that these two axes need no cells of their own; on the ck engine, over the recording fake of
-AITER, it runs or is refused as ``matrix_ck`` lists. Cells run operation by operation, so that they share what XLA compiles; ``--compiled``
-makes one program of each, as the tests do with their sample, and takes several times as long.
+AITER, it runs or is refused as ``matrix_ck`` lists. Cells run operation by operation, so that they share what XLA compiles; a process
+takes all cells of the same shapes and dtypes at a time, since then it compiles little. ``--compiled`` makes one program of each, as the
+tests do with their sample, and takes several times as long. What the result files after ``--add`` have is kept and not run again.
 """
 
 from __future__ import annotations
@@ -14,7 +15,8 @@ import os
 import shutil
 import tempfile
 import time
-from dataclasses import replace
+from dataclasses import asdict, dataclass, replace
+from datetime import UTC, datetime
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -50,38 +52,82 @@ def failure(cell: Cell, *, compiled: bool) -> str | None:
     return None
 
 
+def failures(group: tuple[str, list[Cell]], *, compiled: bool) -> tuple[str, list[str | None]]:
+    name, cells = group
+    return name, [failure(cell, compiled=compiled) for cell in cells]
+
+
+def groups() -> dict[str, list[Cell]]:
+    """All cells, those of the same shapes and dtypes together."""
+    found: dict[str, list[Cell]] = {}
+    for cell in whole({**AXES, "repeated": ("twice",), "engine": ("host",)}):
+        found.setdefault("-".join((cell.layout, cell.heads, cell.dtype, cell.bias)), []).append(cell)
+    return found
+
+
+@dataclass
+class Result:
+    """Cells run by group, failures by cell, and where each part of it ran."""
+
+    compiled: bool
+    groups: dict[str, int]
+    failed: dict[str, str]
+    environments: list[dict[str, Any]]
+
+    def add(self, other: Result) -> None:
+        """Raises ValueError where the other ran otherwise."""
+        if other.compiled != self.compiled:
+            raise ValueError("one result is of compiled cells, the other is not")
+        self.groups |= other.groups
+        self.failed |= other.failed
+        self.environments += other.environments
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--part", default="1/1", help="the I-th of N parts")
     parser.add_argument("--compiled", action="store_true", help="one XLA program a cell")
     parser.add_argument("--processes", type=int, default=os.cpu_count())
-    parser.add_argument("--seconds", type=float, help="start no further cell after this time")
+    parser.add_argument("--seconds", type=float, help="take no further results after this time")
     parser.add_argument("--output", type=Path, help="write the counts and failures as JSON")
+    parser.add_argument("--add", type=Path, nargs="*", default=[], help="result files of earlier runs")
     options = parser.parse_args()
+    result = Result(options.compiled, {}, {}, [])
+    for path in options.add:
+        result.add(Result(**{name: value for name, value in json.loads(path.read_text()).items() if name != "cells"}))
     part, parts = map(int, options.part.split("/"))
-    cells = list(whole({**AXES, "repeated": ("twice",), "engine": ("host",)}))[part - 1 :: parts]
-    failed: dict[str, str] = {}
-    started, done = time.monotonic(), 0
+    wanted = dict(list(groups().items())[part - 1 :: parts])
+    chosen = {name: cells for name, cells in wanted.items() if name not in result.groups}
+    cells, started = sum(map(len, wanted.values())), time.monotonic()
+    # A core each: the processes are as many as the cores.
+    os.environ |= {"OMP_NUM_THREADS": "1", "XLA_FLAGS": "--xla_cpu_multi_thread_eigen=false"}
     from engine_fakes import build
 
     folder = Path(tempfile.mkdtemp())
     library = build(folder)[0]
     with multiprocessing.get_context("spawn").Pool(options.processes, start, (library,)) as pool:
-        for cell, reason in zip(cells, pool.imap(partial(failure, compiled=options.compiled), cells, chunksize=4), strict=True):
-            done += 1
-            if reason is not None:
-                failed[str(cell)] = reason
-                print(f"FAILED {cell}: {reason}", flush=True)
-            if done % 100 == 0 or done == len(cells):
-                print(f"{done} of {len(cells)} cells, {len(failed)} failed, {time.monotonic() - started:.0f} s", flush=True)
+        for name, reasons in pool.imap_unordered(partial(failures, compiled=options.compiled), chosen.items()):
+            result.groups[name] = len(reasons)
+            for cell, reason in zip(chosen[name], reasons, strict=True):
+                if reason is not None:
+                    result.failed[str(cell)] = reason
+                    print(f"FAILED {cell}: {reason}", flush=True)
+            done = sum(result.groups.values())
+            print(f"{done} of {cells} cells, {len(result.failed)} failed, {time.monotonic() - started:.0f} s", flush=True)
             if options.seconds is not None and time.monotonic() - started > options.seconds:
-                print(f"stopped after {done} of {len(cells)} cells", flush=True)
                 break
     shutil.rmtree(folder)
+    missing = [name for name in wanted if name not in result.groups]
     if options.output is not None:
-        counts = {"part": options.part, "compiled": options.compiled, "cells": len(cells), "done": done, "failed": failed}
-        options.output.write_text(json.dumps(counts, indent=1) + "\n")
-    return 1 if failed or done < len(cells) else 0
+        from attn_spec._environment import environment
+        from attn_spec._registry import fingerprints
+
+        about = {**environment(), "date": datetime.now(UTC).isoformat(timespec="seconds"), "fingerprints": fingerprints()}
+        result.environments.append(about | {"groups": len(chosen) - len(missing), "seconds": round(time.monotonic() - started)})
+        options.output.write_text(json.dumps({"cells": sum(result.groups.values()), **asdict(result)}, indent=1) + "\n")
+    if missing:
+        print(f"not run: {', '.join(missing)}")
+    return 1 if result.failed or missing else 0
 
 
 if __name__ == "__main__":
