@@ -83,13 +83,20 @@ class Result:
         self.environments += other.environments
 
 
+def about() -> dict[str, Any]:
+    from attn_spec._environment import environment
+    from attn_spec._registry import fingerprints
+
+    return {**environment(), "date": datetime.now(UTC).isoformat(timespec="seconds"), "fingerprints": fingerprints()}
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--part", default="1/1", help="the I-th of N parts")
     parser.add_argument("--compiled", action="store_true", help="one XLA program a cell")
     parser.add_argument("--processes", type=int, default=os.cpu_count())
     parser.add_argument("--seconds", type=float, help="take no further results after this time")
-    parser.add_argument("--output", type=Path, help="write the counts and failures as JSON")
+    parser.add_argument("--output", type=Path, help="write the counts and failures as JSON, after every group")
     parser.add_argument("--add", type=Path, nargs="*", default=[], help="result files of earlier runs")
     options = parser.parse_args()
     result = Result(options.compiled, {}, {}, [])
@@ -100,11 +107,12 @@ def main() -> int:
     chosen = {name: cells for name, cells in wanted.items() if name not in result.groups}
     cells, started = sum(map(len, wanted.values())), time.monotonic()
     # A core each: the processes are as many as the cores.
-    os.environ |= {"OMP_NUM_THREADS": "1", "XLA_FLAGS": "--xla_cpu_multi_thread_eigen=false"}
+    os.environ |= {"JAX_PLATFORMS": "cpu", "OMP_NUM_THREADS": "1", "XLA_FLAGS": "--xla_cpu_multi_thread_eigen=false"}
     from engine_fakes import build
 
     folder = Path(tempfile.mkdtemp())
     library = build(folder)[0]
+    result.environments.append({**about(), "groups": 0, "seconds": 0})
     with multiprocessing.get_context("spawn").Pool(options.processes, start, (library,)) as pool:
         for name, reasons in pool.imap_unordered(partial(failures, compiled=options.compiled), chosen.items()):
             result.groups[name] = len(reasons)
@@ -112,21 +120,17 @@ def main() -> int:
                 if reason is not None:
                     result.failed[str(cell)] = reason
                     print(f"FAILED {cell}: {reason}", flush=True)
-            done = sum(result.groups.values())
-            print(f"{done} of {cells} cells, {len(result.failed)} failed, {time.monotonic() - started:.0f} s", flush=True)
-            if options.seconds is not None and time.monotonic() - started > options.seconds:
+            done, seconds = sum(result.groups.values()), round(time.monotonic() - started)
+            print(f"{done} of {cells} cells, {len(result.failed)} failed, {seconds} s", flush=True)
+            if options.output is not None:
+                result.environments[-1] |= {"groups": result.environments[-1]["groups"] + 1, "seconds": seconds}
+                options.output.write_text(json.dumps({"cells": done, **asdict(result)}, indent=1) + "\n")
+            if options.seconds is not None and seconds > options.seconds:
                 break
     shutil.rmtree(folder)
     missing = [name for name in wanted if name not in result.groups]
-    if options.output is not None:
-        from attn_spec._environment import environment
-        from attn_spec._registry import fingerprints
-
-        about = {**environment(), "date": datetime.now(UTC).isoformat(timespec="seconds"), "fingerprints": fingerprints()}
-        result.environments.append(about | {"groups": len(chosen) - len(missing), "seconds": round(time.monotonic() - started)})
-        options.output.write_text(json.dumps({"cells": sum(result.groups.values()), **asdict(result)}, indent=1) + "\n")
     if missing:
-        print(f"not run: {', '.join(missing)}")
+        print(f"{len(missing)} groups were not run, {missing[0]} the first")
     return 1 if result.failed or missing else 0
 
 
