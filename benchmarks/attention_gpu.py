@@ -216,7 +216,7 @@ def main() -> None:
         report.compare("attn_triton", "attn_cuda")
         report.save()
         torch.cuda.empty_cache()
-    report.finish()
+    report.finish(options.add)
 
 
 if __name__ == "__main__":

@@ -9,7 +9,6 @@ import json
 import sys
 from collections.abc import Callable, Iterator
 from functools import partial
-from pathlib import Path
 
 import attention_gpu
 import measuring
@@ -104,7 +103,6 @@ def main() -> None:
         return
     parser = measuring.options(__doc__, rounds=1)
     parser.add_argument("--calls", default="", help="a pattern of names; default: all")
-    parser.add_argument("--add", type=Path, help="an earlier result file, whose rows of other calls are kept")
     options = parser.parse_args()
     report = Report(options.output, "Nsight Compute at base clock, one call each")
     with report.guarded("profile"):

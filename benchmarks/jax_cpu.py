@@ -75,7 +75,7 @@ def main() -> None:
         if report.has_time(str(case)):
             with report.guarded(str(case)):
                 run(case, options.rounds, report)
-    report.finish()
+    report.finish(options.add)
 
 
 if __name__ == "__main__":

@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import jax
@@ -88,7 +87,6 @@ def run(case: Case, rounds: int, report: measuring.Report) -> None:
 
 def main() -> None:
     parser = measuring.options(__doc__, rounds=20)
-    parser.add_argument("--add", type=Path, help="an earlier result file, whose rows of other cases are kept")
     parser.add_argument("--contract", choices=["ordered-v1", "sm90-v1"], help="only the cases of one contract")
     options = parser.parse_args()
     try:
@@ -103,9 +101,7 @@ def main() -> None:
         if report.has_time(str(case)):
             with report.guarded(str(case)):
                 run(case, options.rounds, report)
-    if options.add is not None:
-        report.keep_others(options.add)
-    report.finish()
+    report.finish(options.add)
 
 
 if __name__ == "__main__":

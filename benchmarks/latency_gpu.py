@@ -167,7 +167,7 @@ def main() -> None:
                 run_decode(name, DECODE[name], latency, report, options.rounds, flush)
         report.compare("attn_triton", "attn_cuda")
         report.save()
-    report.finish()
+    report.finish(options.add)
 
 
 if __name__ == "__main__":

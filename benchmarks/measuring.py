@@ -158,8 +158,10 @@ class Report:
             self.failed[what] = f"{type(error).__name__}: {error}"
             self.say(f"FAILED: {what}: {self.failed[what]}")
 
-    def finish(self) -> None:
-        """Save, and exit with 1 when something failed."""
+    def finish(self, add: Path | None = None) -> None:
+        """Save, with what the file ``add`` has of other cases, and exit with 1 when something failed."""
+        if add is not None:
+            self.keep_others(add)
         self.save()
         if self.failed:
             raise SystemExit(f"failed: {', '.join(self.failed)}")
@@ -191,7 +193,6 @@ class Report:
         self.ratios = [row for row in before["ratios"] if row["case"] not in new] + self.ratios
         self.refused = {what: why for what, why in before["refused"].items() if not any(case in what for case in new)} | self.refused
         self.facts["earlier"] = before["environment"]
-        self.save()
 
     def save(self) -> None:
         document = {
@@ -251,6 +252,7 @@ def options(document: str | None, *, rounds: int) -> argparse.ArgumentParser:
     parser.add_argument("--output", type=Path, required=True, help="the result file")
     parser.add_argument("--rounds", type=int, default=rounds)
     parser.add_argument("--seconds", type=float, help="start no further case after this time")
+    parser.add_argument("--add", type=Path, help="an earlier result file, whose rows of other cases are kept")
     return parser
 
 

@@ -127,7 +127,7 @@ def main() -> None:
     method = "interleaved rounds, L2 flushed before each call, CUDA events, medians; bytes compared with the CPU model before timing"
     report = Report(options.output, method, options.seconds)
     if not usable("qat_attention", CONTRACT, report, ("attn_triton",)):
-        report.finish()
+        report.finish(options.add)
         return
     flush = flush_buffer(device)
     for case in options.cases.split(","):
@@ -140,7 +140,7 @@ def main() -> None:
                 report.compare(name, peer)
         report.save()
         torch.cuda.empty_cache()
-    report.finish()
+    report.finish(options.add)
 
 
 if __name__ == "__main__":

@@ -18,7 +18,6 @@ import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import attn_reference
@@ -243,7 +242,6 @@ def main() -> None:
     parser = measuring.options(__doc__, rounds=10)
     parser.add_argument("--cases", default=",".join(LAYERS), help="names, comma separated")
     parser.add_argument("--peers", default=",".join(PEERS), help="names, comma separated; flex compiles for each case, which takes a while")
-    parser.add_argument("--add", type=Path, help="an earlier result file, whose rows of other cases are kept")
     options = parser.parse_args()
     peers = options.peers.split(",")
     device = measuring.cuda_device("sm90_gpu")
@@ -261,9 +259,7 @@ def main() -> None:
                 report.compare(backend, peer)
         report.save()
         torch.cuda.empty_cache()
-    if options.add is not None:
-        report.keep_others(options.add)
-    report.finish()
+    report.finish(options.add)
 
 
 if __name__ == "__main__":

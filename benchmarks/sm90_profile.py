@@ -87,7 +87,7 @@ def main() -> None:
         time_alone(report, options.rounds)
     with report.guarded("profile"):
         report.facts["kernels"] = ncu.profile(__file__)
-    report.finish()
+    report.finish(options.add)
 
 
 if __name__ == "__main__":

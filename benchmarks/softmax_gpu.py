@@ -206,7 +206,7 @@ def main() -> None:
                     run_case(rows, keys, getattr(torch, dtype), contenders, report, options.rounds, flush)
                 report.save()
                 torch.cuda.empty_cache()
-    report.finish()
+    report.finish(options.add)
 
 
 if __name__ == "__main__":

@@ -210,7 +210,7 @@ def main() -> None:
                     run_speed(builds, rows, keys, dtype, report, options.rounds, flush)
                 report.save()
                 torch.cuda.empty_cache()
-    report.finish()
+    report.finish(options.add)
 
 
 if __name__ == "__main__":
