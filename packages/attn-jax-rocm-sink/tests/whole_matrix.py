@@ -23,6 +23,11 @@ from typing import Any
 
 from matrix_cells import AXES, Cell, whole
 
+XLA_FLAGS = (
+    "--xla_cpu_multi_thread_eigen=false --xla_cpu_parallel_codegen_split_count=1 "
+    "--xla_backend_extra_options=xla_cpu_disable_new_fusion_emitters=true"
+)
+"""One thread a process, since there are as many as cores, and the older emitters, which compile faster."""
 _kept: list[Any] = []
 """What a worker holds for its life: the fakes, and the engine over them."""
 
@@ -106,8 +111,7 @@ def main() -> int:
     wanted = dict(list(groups().items())[part - 1 :: parts])
     chosen = {name: cells for name, cells in wanted.items() if name not in result.groups}
     cells, started = sum(map(len, wanted.values())), time.monotonic()
-    # A core each: the processes are as many as the cores.
-    os.environ |= {"JAX_PLATFORMS": "cpu", "OMP_NUM_THREADS": "1", "XLA_FLAGS": "--xla_cpu_multi_thread_eigen=false"}
+    os.environ |= {"JAX_PLATFORMS": "cpu", "OMP_NUM_THREADS": "1", "XLA_FLAGS": XLA_FLAGS}
     from engine_fakes import build
 
     folder = Path(tempfile.mkdtemp())
