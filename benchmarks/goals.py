@@ -114,14 +114,15 @@ V2_BACKWARD = Reason(
     "Profile it; float32 of 4608 keys is nearest to the goal.",
 )
 TRITON_FORWARD = Reason(
-    "Not profiled; a warp walks the tiles of its row twice and computes their exponentials again rather than storing them, and "
-    "float32 rows of `ordered-v2` that do not begin on 16 bytes take eight warps, which meet for every level of the trees.",
-    "Keep the exponentials of rows that fit shared memory.",
+    "Not profiled since rows of `ordered-v2` stay in registers. Halves have half the bytes to hide the arithmetic behind, rows that do not "
+    "begin on 16 bytes are read one element a load, and the tiles after a row's last whole step are computed together, whole where they "
+    "are more than one.",
+    "Profile it, halves first; sums of the eight elements that a lane of halves reads at once, without five shuffles for each of them.",
 )
 TRITON_BACKWARD = Reason(
-    "Under `ordered-v2` eight warps share a tile and meet for every level of the trees, three times the instructions of a single warp "
-    "in the forward; with fewer, the backward of halves spills on sm_80 or sm_100.",
-    "A warp by itself on the targets whose code then does not spill.",
+    "Not profiled since rows of `ordered-v2` stay in registers: P and dP take about 200 of a thread, which leaves room for eight to ten "
+    "warps on a multiprocessor.",
+    "Profile it, rows that do not begin on 16 bytes first.",
 )
 FEW_ROWS = Reason(
     "The call is bound by its launch and the time of one row: 24 rows leave most multiprocessors idle, and a row's exponentials, the "
@@ -129,9 +130,9 @@ FEW_ROWS = Reason(
     "Spread a row's tiles over more warps where rows are few.",
 )
 TRITON_FEW_ROWS = Reason(
-    "24 programs of one warp (eight in the backward of `ordered-v2`) go through their rows tile by tile, each lane 144 elements one "
-    "after another. Not profiled.",
-    "More warps a row, or programs of single tiles, where rows are few.",
+    "Under `ordered-v1` 24 programs of one warp go through their rows tile by tile, each lane 144 elements one after another; `ordered-v2` "
+    "has a warp a tile. Not profiled.",
+    "A warp a tile under `ordered-v1` too.",
 )
 CUDA_PRODUCTS = Reason(
     "The product of q and k issues in 67 % of the cycles and that of P and v, of the same code but longer chains, in 72 %: over 128 "

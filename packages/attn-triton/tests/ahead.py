@@ -3,7 +3,6 @@
 It must run without TRITON_INTERPRET=1. Every entry of the file is one compiled kernel: what it is, its assembly and its resources.
 """
 
-import dataclasses
 import json
 import os
 import re
@@ -16,7 +15,7 @@ import triton
 import triton.language as tl
 from attn_triton import _softmax_kernel as kernel
 from attn_triton import _softmax_v2_kernel as kernel_v2
-from attn_triton._softmax_launch import BACKWARD_CONFIGS_V2, CONFIGS, CONFIGS_V2
+from attn_triton._softmax_launch import CONFIGS, CONFIGS_V2
 from triton.backends.compiler import GPUTarget
 from triton.backends.nvidia.compiler import get_ptxas
 from triton.compiler import ASTSource
@@ -28,6 +27,14 @@ CONTROLS = ("sm_90", "gfx942")
 """Targets with the kernels that break rules and with every variant of the production kernels; the others have the masked bfloat16 ones."""
 VARIANTS = (("fp32", False, True), ("bf16", True, False))
 """dtype, whether there is a mask, and whether the number of keys is known as a multiple of 16: the least and the most that is compiled."""
+VARIANTS_V2 = {
+    "masked": ("bf16", 4608, 10**5, True),
+    "fp32": ("fp32", 4608, 10**5, False),
+    "bf16": ("bf16", 2560, 10**5, False),
+    "apart": ("bf16", 7401, 10**5, False),
+    "few": ("fp32", 4608, 24, False),
+}
+"""Of ordered-v2: dtype, keys, rows and whether there is a mask. Rows of ``apart`` do not begin on 16 bytes."""
 POINTERS = {"row_max": "*fp32", "row_sum": "*fp32", "keep": "*u8", "index": "*i32", "counts": "*i32"}
 
 
@@ -54,15 +61,23 @@ def one_integer_division(x, out, keys):
     tl.store(out + row // keys, tl.load(x + row))
 
 
-def production(function, dtype, masked, aligned, config):
-    """Source and options of a production launch; ``aligned`` is a number of keys that 16 divides."""
-    constants = {"HAS_MASK": masked, "ROWS": config.rows, "INTEGER_ROUNDING": False}
+def production_v2(function, variant, config, **options):
+    """Source, compiler options and compile-time arguments of a launch of ordered-v2."""
+    dtype, keys, rows, masked = VARIANTS_V2[variant]
+    vector = 1 if masked or keys % 16 else 16 // {"fp32": 4, "bf16": 2}[dtype]
+    constants = config.constants(rows <= config.few, keys, vector, masked)
+    return production(function, dtype, masked, keys % 16 == 0, constants), config.options(constants) | options, constants
+
+
+def production(function, dtype, masked, aligned, constants):
+    """Source of a production launch; ``aligned`` is a number of keys that 16 divides."""
+    constants = {"HAS_MASK": masked, "INTEGER_ROUNDING": False, **constants}
     if not masked:
         constants |= dict.fromkeys(("keep", "index", "counts"))
     integers = ("rows", "keys", "rows_per_batch")
     kinds = POINTERS | dict.fromkeys(integers, "i32") | dict.fromkeys(constants, "constexpr")
     signature = {name: kinds.get(name, f"*{dtype}") for name in function.arg_names}
-    return ASTSource(function, signature, constants, divisible(function, signature, {"keys"} if aligned else set())), config.options
+    return ASTSource(function, signature, constants, divisible(function, signature, {"keys"} if aligned else set()))
 
 
 def divisible(function, signature, more=frozenset()):
@@ -109,22 +124,20 @@ def entries():
         variants = VARIANTS if arch in CONTROLS else VARIANTS[1:]
         for name, function in functions.items():
             for dtype, masked, aligned in variants:
-                source, options = production(function, dtype, masked, aligned, config)
-                yield entry(f"{name}-{dtype}", "production", arch, source, options, masked=masked)
-        for name, function, configs in (
-            ("forward", kernel_v2.softmax_forward, CONFIGS_V2),
-            ("backward", kernel_v2.softmax_backward, BACKWARD_CONFIGS_V2),
-        ):
-            config_v2 = configs["rocm" if arch in AMD else "cuda"]
-            for dtype, masked, aligned in variants:
-                source, options = production(function, dtype, masked, aligned, config_v2)
-                yield entry(f"v2-{name}-{dtype}", "production", arch, source, options, masked=masked, warps=config_v2.num_warps)
+                source = production(function, dtype, masked, aligned, {"ROWS": config.rows})
+                yield entry(f"{name}-{dtype}", "production", arch, source, config.options, masked=masked)
+        config_v2 = CONFIGS_V2["rocm" if arch in AMD else "cuda"]
+        functions_v2 = {"forward": kernel_v2.softmax_forward, "backward": kernel_v2.softmax_backward}
+        for name, function in functions_v2.items():
+            for variant in VARIANTS_V2 if arch in CONTROLS else ("masked", "bf16"):
+                source, options, constants = production_v2(function, variant, config_v2)
+                facts = {"masked": VARIANTS_V2[variant][3], "backward": name == "backward", "constants": constants}
+                yield entry(f"v2-{name}-{variant}", "production", arch, source, options, **facts)
         if arch in CONTROLS:
-            source, options = production(functions["forward"], "fp32", False, True, dataclasses.replace(config, enable_fp_fusion=True))
-            yield entry("fused", "control", arch, source, options, masked=False)
-            fused = dataclasses.replace(config_v2, enable_fp_fusion=True)
-            source, options = production(kernel_v2.softmax_backward, "fp32", False, True, fused)
-            yield entry("v2-fused", "control", arch, source, options, masked=False, warps=fused.num_warps)
+            source = production(functions["forward"], "fp32", False, True, {"ROWS": config.rows})
+            yield entry("fused", "control", arch, source, config.options | {"enable_fp_fusion": True}, masked=False)
+            source, options, constants = production_v2(functions_v2["backward"], "fp32", config_v2, enable_fp_fusion=True)
+            yield entry("v2-fused", "control", arch, source, options, masked=False, backward=True, constants=constants)
         for function in ((approximate,) if arch in CONTROLS else ()) + ((one_division, one_integer_division) if arch in AMD else ()):
             yield entry(function.__name__, "control", arch, *control(function), masked=False)
 

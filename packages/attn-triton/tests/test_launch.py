@@ -11,6 +11,7 @@ from attn_spec.testing.asserts import assert_bytes
 from attn_spec.torch import to_numpy
 from attn_triton import _key_index, _softmax_launch, joint_attn_softmax
 from attn_triton import _softmax_kernel as kernel
+from attn_triton._configuration import TileConfig
 
 
 def run(scores, upstream, mask=None):
@@ -33,6 +34,27 @@ def test_rows_of_a_program(device, data, monkeypatch, rows):
     monkeypatch.setitem(_softmax_launch.CONFIGS, device, dataclasses.replace(_softmax_launch.CONFIGS[device], rows=rows))
     for name, a, b in zip(("probs", "dscores"), run(*data), expected, strict=True):
         assert_bytes(a, b, name)
+
+
+@pytest.mark.parametrize(
+    ("few", "keys", "vector", "masked", "expected"),
+    [
+        (False, 2560, 8, False, (1, 2, 512)),
+        (False, 2561, 1, False, (2, 1, 1024)),
+        (False, 4608, 4, False, (2, 2, 512)),
+        (False, 7401, 1, False, (4, 1, 1024)),
+        (True, 4608, 4, False, (8, 0, 1024)),
+        (True, 40, 1, False, (1, 0, 64)),
+        (False, 4608, 1, True, (1, 0, 0)),
+        (False, 40000, 4, False, (1, 0, 0)),
+        (True, 40000, 4, False, (8, 0, 0)),
+    ],
+)
+def test_warps_of_a_row(few, keys, vector, masked, expected):
+    """GROUP, FULL and TAIL: the fewest warps that keep the row, of few rows the most that have work; 0 is kept where none can."""
+    config = TileConfig(rows=1, groups=(1, 2, 4, 8), kept=2560)
+    constants = config.constants(few, keys, vector, masked)
+    assert tuple(constants[name] for name in ("GROUP", "FULL", "TAIL")) == expected
 
 
 def test_batch_and_neighbours(data):

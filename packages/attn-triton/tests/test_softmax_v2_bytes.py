@@ -5,6 +5,8 @@ import pytest
 import softmax_calls
 import torch
 from attn_spec.testing.asserts import assert_bytes
+from attn_triton import _softmax_launch
+from attn_triton._configuration import TileConfig
 from attn_triton._softmax_v2_kernel import TILE
 from softmax_calls import both, normal
 
@@ -17,7 +19,7 @@ def check(device, *call):
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("keys", (1, 31, 1023, 1024, 1025, 2100))
+@pytest.mark.parametrize("keys", (1, 31, 48, 1023, 1024, 1025, 1040, 1600, 2100))
 def test_lengths(device, keys, dtype):
     check(device, *normal(1, 3, keys, seed=keys, dtype=dtype))
 
@@ -39,15 +41,36 @@ def test_padding(device, keys):
         assert_bytes(result[1], np.zeros_like(result[1]), "all keys dropped")
 
 
-def test_infinities_and_nan(device):
-    keys = 2100
+@pytest.mark.parametrize("group", (1, 2, 8))
+@pytest.mark.parametrize("kept", (0, 8192), ids=("walked", "kept"))
+@pytest.mark.parametrize("keys", (2064, 5001))
+def test_tiles_of_a_step(device, monkeypatch, keys, kept, group):
+    config = TileConfig(rows=1, groups=(1, group), kept=kept, few=2)
+    monkeypatch.setitem(_softmax_launch.CONFIGS_V2, device, config)
+    scores, upstream = normal(1, 2, keys, seed=keys, dtype=torch.bfloat16)
+    scores[0, 1, 1024:2048] = -INF
+    check(device, scores, upstream)
+    check(device, scores, upstream, torch.rand(1, keys, generator=torch.Generator().manual_seed(1)) < 0.9)
+
+
+@pytest.mark.parametrize("large", (1e28, 1e38, 3e38, INF, float("nan")))
+def test_large_upstream_of_masked_and_of_other_keys(device, large):
+    """Rows that are kept take no care of masked keys unless delta says so: 3e38 less a delta of -1e38 would overflow."""
+    scores, upstream = normal(1, 4, 1100)
+    scores[..., ::7] = -INF
+    upstream[0, 1, ::7], upstream[0, 2, 1], upstream[0, 3, ::7], upstream[0, 3, 1:1100:7] = large, large, large, -1e38
+    check(device, scores, upstream)
+
+
+@pytest.mark.parametrize("keys", (1500, 2100))
+def test_infinities_and_nan(device, keys):
     scores, upstream = normal(1, 9, keys)
     rows = scores[0]
-    rows[0, :1500] = -INF
+    rows[0, :1200] = -INF
     rows[1, 1000:] = -INF
     rows[2] = -INF
     rows[3, ::3] = -INF
-    rows[4, 5], rows[4, 2000] = -INF, float("nan")
+    rows[4, 5], rows[4, 1400] = -INF, float("nan")
     rows[5, 5], rows[5, 0] = -INF, INF
     rows[6] = -1e30
     rows[7, ::2], rows[7, 1::2] = -3e38, -INF

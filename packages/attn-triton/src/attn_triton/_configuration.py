@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, dataclass
@@ -13,7 +14,10 @@ from torch import Tensor
 from attn_triton._interpreter import bfloat16_by_shift, ieee_mode, patched_once, without_overflow_checks
 from attn_triton._softmax_kernel import INTERPRETED
 
-__all__ = ["Config", "PairConfig", "on_device", "padded"]
+__all__ = ["Config", "PairConfig", "TileConfig", "on_device", "padded"]
+
+TILE = 1024
+"""Slots of a tile of ordered-v2."""
 
 
 @dataclass(frozen=True)
@@ -43,6 +47,42 @@ class Config:
 
 def _at_most(registers: int | None) -> dict[str, int]:
     return {} if registers is None else {"maxnreg": registers}
+
+
+@dataclass(frozen=True)
+class TileConfig:
+    """How a kernel of rows of 1024-slot tiles is launched. No field moves a bit.
+
+    A program has ``rows`` rows, or one row of which it takes a group of tiles a step, each in a warp of ``lanes`` threads.
+    ``groups`` are the sizes to choose from, 1 and larger powers of two. A row is kept in registers if a group can, no warp of which has
+    more than ``kept`` slots. The smallest such group is taken, and where there are no more than ``few`` rows the largest that has work.
+    """
+
+    rows: int
+    groups: tuple[int, ...]
+    kept: int
+    lanes: int = 32
+    few: int = 0
+
+    @functools.cache  # noqa: B019 - configurations live as long as the module
+    def constants(self, few: bool, keys: int, vector: int, masked: bool) -> dict[str, Any]:
+        """Compile-time arguments of a kernel for few rows, or many, of ``keys`` keys, of which ``vector`` are read at once."""
+        useful = [group for group in self.groups if group == 1 or group // 2 * TILE < keys]
+        kept = {} if masked else {group: _parts(keys, group, self.lanes * vector) for group in useful}
+        fitting = [group for group, parts in kept.items() if sum(parts) <= self.kept]
+        group = (fitting or useful)[-1 if few else 0]
+        whole, tail = kept[group] if fitting else (0, 0)
+        return {"ROWS": self.rows, "GROUP": group, "LANES": self.lanes, "VECTOR": vector, "FULL": whole // TILE, "TAIL": tail}
+
+    def options(self, constants: dict[str, Any]) -> dict[str, Any]:
+        """Compiler options; the contract rounds every product but those of its FMAs."""
+        return {"num_warps": constants["GROUP"], "num_stages": 1, "enable_fp_fusion": False}
+
+
+def _parts(keys: int, group: int, least: int) -> tuple[int, int]:
+    """Slots of a warp in whole steps, and in one whose tiles have keys in their first slots alone."""
+    steps, rest = divmod(keys, TILE * group)
+    return steps * TILE, max(least, 1 << (min(rest, TILE) - 1).bit_length()) if rest else 0
 
 
 @dataclass(frozen=True)

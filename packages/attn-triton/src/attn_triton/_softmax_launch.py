@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -10,11 +11,10 @@ from torch import Tensor
 
 from attn_triton import _softmax_kernel as kernel
 from attn_triton import _softmax_v2_kernel as kernel_v2
-from attn_triton._configuration import Config, on_device
+from attn_triton._configuration import Config, TileConfig, on_device
 from attn_triton._key_index import key_index
 
 __all__ = [
-    "BACKWARD_CONFIGS_V2",
     "CONFIGS",
     "CONFIGS_V2",
     "softmax_backward",
@@ -22,6 +22,8 @@ __all__ = [
     "softmax_v2_backward",
     "softmax_v2_forward",
 ]
+
+Configs = Mapping[str, Config] | Mapping[str, TileConfig]
 
 CONFIGS = {
     "cuda": Config(rows=1, num_warps=1),
@@ -32,17 +34,13 @@ CONFIGS = {
 and wide."""
 
 CONFIGS_V2 = {
-    "cuda": Config(rows=1, num_warps=1),
-    "rocm": Config(rows=1, num_warps=1),
-    "cpu": Config(rows=8, num_warps=1),
+    "cuda": TileConfig(rows=1, groups=(1, 2, 4, 8), kept=2560, few=128),
+    "rocm": TileConfig(rows=1, groups=(1, 2, 4, 8), kept=2560, lanes=64, few=128),
+    "cpu": TileConfig(rows=8, groups=(1,), kept=2048),
 }
-"""Of the forward of ordered-v2, by device. A warp by itself needs a third of the instructions an element that eight of them, which meet for
-every level of the trees, need. On one H200 (2026-11-30, share of a copy): 0.50 instead of 0.29 at 4608 float32 keys, 0.35 instead of 0.12
-in bfloat16."""
-
-BACKWARD_CONFIGS_V2 = CONFIGS_V2 | {"cuda": Config(rows=1, num_warps=8)}
-"""Of its backward, and of the forward of float32 rows that do not begin on 16 bytes (0.44 of a copy at 7401 keys, 0.28 with one warp).
-Eight warps share a tile of 1024 slots: with fewer, the backward of halves spills on sm_80 (one, two) or sm_100 (four)."""
+"""Of ordered-v2, by device. More slots a warp need more registers, and fewer rows are then under way: on one H200 (2026-11-30, share of a
+copy) the forward of 4608 float32 keys had 0.96 with two warps a row and 0.84 with one, of 7401 keys 0.86 with four and 0.68 with two. Rows
+that are fewer than multiprocessors take as many warps as they have tiles: 24 of 4608 float32 keys took 7.7 us with eight, 8.4 with four."""
 
 
 def softmax_forward(scores: Tensor, mask: Tensor | None, out_dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:
@@ -57,18 +55,15 @@ def softmax_backward(dprobs: Tensor, scores: Tensor, mask: Tensor | None, row_ma
 
 def softmax_v2_forward(scores: Tensor, mask: Tensor | None, out_dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:
     """``softmax_forward`` of contract ordered-v2."""
-    apart = scores.dtype == torch.float32 and scores.shape[-1] % 4 != 0
-    return _forward(kernel_v2.softmax_forward, BACKWARD_CONFIGS_V2 if apart else CONFIGS_V2, scores, mask, out_dtype)
+    return _forward(kernel_v2.softmax_forward, CONFIGS_V2, scores, mask, out_dtype)
 
 
 def softmax_v2_backward(dprobs: Tensor, scores: Tensor, mask: Tensor | None, row_max: Tensor, row_sum: Tensor) -> Tensor:
     """``softmax_backward`` of contract ordered-v2."""
-    return _backward(kernel_v2.softmax_backward, BACKWARD_CONFIGS_V2, dprobs, scores, mask, row_max, row_sum)
+    return _backward(kernel_v2.softmax_backward, CONFIGS_V2, dprobs, scores, mask, row_max, row_sum)
 
 
-def _forward(
-    function: Any, configs: dict[str, Config], scores: Tensor, mask: Tensor | None, out_dtype: torch.dtype
-) -> tuple[Tensor, Tensor, Tensor]:
+def _forward(function: Any, configs: Configs, scores: Tensor, mask: Tensor | None, out_dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:
     scores = scores.contiguous()
     probs = torch.empty_like(scores, dtype=out_dtype)
     row_max = torch.empty(scores.shape[:-1], dtype=torch.float32, device=scores.device)
@@ -78,7 +73,7 @@ def _forward(
 
 
 def _backward(
-    function: Any, configs: dict[str, Config], dprobs: Tensor, scores: Tensor, mask: Tensor | None, row_max: Tensor, row_sum: Tensor
+    function: Any, configs: Configs, dprobs: Tensor, scores: Tensor, mask: Tensor | None, row_max: Tensor, row_sum: Tensor
 ) -> Tensor:
     scores = scores.contiguous()
     dscores = torch.empty_like(scores)
@@ -89,7 +84,7 @@ def _backward(
 
 def _launch(
     function: Any,
-    configs: dict[str, Config],
+    configs: Configs,
     scores: Tensor,
     mask: Tensor | None,
     before: tuple[Tensor, ...],
@@ -106,6 +101,14 @@ def _launch(
         keep, index, counts = logical.keep, logical.index, logical.counts
     config = configs[platform(scores.device)]
     rows_per_batch = rows // scores.shape[0] if scores.dim() > 1 else 1
+    if isinstance(config, TileConfig):
+        vector = (
+            1 if mask is not None or keys % 16 or any(array.data_ptr() % 16 for array in (*before, *after)) else 16 // scores.element_size()
+        )
+        constants = config.constants(rows <= config.few, keys, vector, mask is not None)
+        options = config.options(constants)
+    else:
+        constants, options = {"ROWS": config.rows}, config.options
     with on_device(scores):
         function[(-(-rows // config.rows),)](
             *before,
@@ -117,7 +120,7 @@ def _launch(
             keys,
             rows_per_batch,
             HAS_MASK=mask is not None,
-            ROWS=config.rows,
+            **constants,
             INTEGER_ROUNDING=kernel.INTERPRETED,
-            **config.options,
+            **options,
         )
