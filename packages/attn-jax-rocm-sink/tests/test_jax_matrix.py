@@ -5,14 +5,20 @@ CI runs a sample in which every two values of two axes meet; ``nox -s jax_matrix
 
 from __future__ import annotations
 
+import json
+import sys
+from collections.abc import Iterator
 from dataclasses import replace
 from functools import cache
+from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
+import whole_matrix
 from attn_spec._errors import ContractViolation
 from attn_spec.testing.asserts import assert_same
-from matrix_cells import AXES, Axes, Cell, missing_pairs, sample
+from matrix_cells import AXES, Axes, Cell, missing_pairs, sample, whole
 from matrix_check import check, check_bytes, check_close
 from matrix_ck import RUNNING, refusals, runs
 from matrix_run import SEED, Case
@@ -145,3 +151,30 @@ def test_one_bit_is_found() -> None:
     changed.view(np.uint32).flat[0] ^= 1
     with pytest.raises(ContractViolation, match="dk"):
         assert_same(good | {"dk": changed}, case.exact(), "one bit", ("dk",))
+
+
+def test_runs_of_the_whole_matrix_become_one(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """A run that is stopped goes on, parts are joined, every cell is checked once, and no failure is lost."""
+    asked: list[Cell] = []
+
+    def results(chosen: dict[str, list[Cell]], processes: int, *, compiled: bool) -> Iterator[tuple[str, list[str | None]]]:
+        for name, cells in chosen.items():
+            asked.extend(cells)
+            yield name, ["wrong" if cell == asked[0] else None for cell in cells]
+
+    def run(name: str, *arguments: str) -> tuple[int, dict[str, Any]]:
+        output = tmp_path / name
+        monkeypatch.setattr(sys, "argv", ["whole_matrix.py", "--output", str(output), *arguments])
+        return whole_matrix.main(), json.loads(output.read_text())
+
+    monkeypatch.setattr(whole_matrix, "results", results)
+    code, stopped = run("stopped.json", "--part", "1/2", "--seconds", "-1")
+    assert code == 1 and len(stopped["groups"]) == 1 and stopped["cells"] == len(asked)
+    code, last = run("last.json", "--part", "2/2")
+    assert code == 0 and last["failed"] == {}
+    code, found = run("whole.json", "--add", str(tmp_path / "stopped.json"), str(tmp_path / "last.json"))
+    assert code == 1 and found["failed"] == {str(asked[0]): "wrong"} and len(found["environments"]) == 3
+    assert len(asked) == len(set(asked)) == found["cells"] == sum(found["groups"].values())
+    assert set(asked) == set(whole({**AXES, "repeated": ("twice",), "engine": ("host",)}))
+    with pytest.raises(ValueError, match="one result is of compiled cells"):
+        run("compiled.json", "--compiled", "--add", str(tmp_path / "last.json"))

@@ -12,9 +12,9 @@ import argparse
 import json
 import multiprocessing
 import os
-import shutil
 import tempfile
 import time
+from collections.abc import Iterator
 from dataclasses import asdict, dataclass, replace
 from datetime import UTC, datetime
 from functools import partial
@@ -60,6 +60,17 @@ def failure(cell: Cell, *, compiled: bool) -> str | None:
 def failures(group: tuple[str, list[Cell]], *, compiled: bool) -> tuple[str, list[str | None]]:
     name, cells = group
     return name, [failure(cell, compiled=compiled) for cell in cells]
+
+
+def results(chosen: dict[str, list[Cell]], processes: int, *, compiled: bool) -> Iterator[tuple[str, list[str | None]]]:
+    """``failures`` of each group, in no order."""
+    from engine_fakes import build
+
+    os.environ |= {"JAX_PLATFORMS": "cpu", "OMP_NUM_THREADS": "1", "XLA_FLAGS": XLA_FLAGS}
+    with tempfile.TemporaryDirectory() as folder:
+        library = build(Path(folder))[0]
+        with multiprocessing.get_context("spawn").Pool(processes, start, (library,)) as pool:
+            yield from pool.imap_unordered(partial(failures, compiled=compiled), chosen.items())
 
 
 def groups() -> dict[str, list[Cell]]:
@@ -111,27 +122,20 @@ def main() -> int:
     wanted = dict(list(groups().items())[part - 1 :: parts])
     chosen = {name: cells for name, cells in wanted.items() if name not in result.groups}
     cells, started = sum(map(len, wanted.values())), time.monotonic()
-    os.environ |= {"JAX_PLATFORMS": "cpu", "OMP_NUM_THREADS": "1", "XLA_FLAGS": XLA_FLAGS}
-    from engine_fakes import build
-
-    folder = Path(tempfile.mkdtemp())
-    library = build(folder)[0]
     result.environments.append({**about(), "groups": 0, "seconds": 0})
-    with multiprocessing.get_context("spawn").Pool(options.processes, start, (library,)) as pool:
-        for name, reasons in pool.imap_unordered(partial(failures, compiled=options.compiled), chosen.items()):
-            result.groups[name] = len(reasons)
-            for cell, reason in zip(chosen[name], reasons, strict=True):
-                if reason is not None:
-                    result.failed[str(cell)] = reason
-                    print(f"FAILED {cell}: {reason}", flush=True)
-            done, seconds = sum(result.groups.values()), round(time.monotonic() - started)
-            print(f"{done} of {cells} cells, {len(result.failed)} failed, {seconds} s", flush=True)
-            if options.output is not None:
-                result.environments[-1] |= {"groups": result.environments[-1]["groups"] + 1, "seconds": seconds}
-                options.output.write_text(json.dumps({"cells": done, **asdict(result)}, indent=1) + "\n")
-            if options.seconds is not None and seconds > options.seconds:
-                break
-    shutil.rmtree(folder)
+    for name, reasons in results(chosen, options.processes, compiled=options.compiled):
+        result.groups[name] = len(reasons)
+        for cell, reason in zip(chosen[name], reasons, strict=True):
+            if reason is not None:
+                result.failed[str(cell)] = reason
+                print(f"FAILED {cell}: {reason}", flush=True)
+        done, seconds = sum(result.groups.values()), round(time.monotonic() - started)
+        print(f"{done} of {cells} cells, {len(result.failed)} failed, {seconds} s", flush=True)
+        if options.output is not None:
+            result.environments[-1] |= {"groups": result.environments[-1]["groups"] + 1, "seconds": seconds}
+            options.output.write_text(json.dumps({"cells": done, **asdict(result)}, indent=1) + "\n")
+        if options.seconds is not None and seconds > options.seconds:
+            break
     missing = [name for name in wanted if name not in result.groups]
     if missing:
         print(f"{len(missing)} groups were not run, {missing[0]} the first")
