@@ -32,6 +32,13 @@ class DeviceScope {
 
 constexpr int kChunk = 1024;  // tiles whose states a block holds at a time
 
+// Shared memory of a row of `tiles` tiles, in pieces of 16 bytes: `staged` bytes, `of_tile` for each of kChunk tiles, and what belongs to
+// the row.
+__host__ __device__ constexpr int64_t team_bytes(int64_t tiles, int64_t staged, int of_tile) {
+  constexpr int kOfRow = 80;
+  return (staged + (tiles < kChunk ? tiles : kChunk) * of_tile + kOfRow + 15) / 16 * 16;
+}
+
 struct Block {
   int threads;
   int rows;     // rows at a time
@@ -57,27 +64,24 @@ inline int choose_warps(int most_warps, int64_t tiles, int64_t blocks, int64_t b
   return chosen;
 }
 
-// Block for `rows` rows of `keys` keys with `values_per_key` binary32 values staged and `state_bytes` for each tile. The choice moves no
+// Block for `rows` rows of `keys` keys, of which staged_of(tiles) bytes can be staged; `of_tile` is that of team_bytes. The choice moves no
 // bit.
-inline cudaError_t choose_block(int device, int most_threads, int64_t rows, int64_t keys, int values_per_key, int state_bytes,
-                                Block* block) {
+template <typename StagedOf>
+cudaError_t choose_block(int device, int most_threads, int64_t rows, int64_t keys, StagedOf staged_of, int of_tile, Block* block) {
   int limit = 0, total = 0, processors = 0;
   cudaError_t error = cudaDeviceGetAttribute(&limit, cudaDevAttrMaxSharedMemoryPerBlockOptin, device);
   if (error == cudaSuccess) error = cudaDeviceGetAttribute(&total, cudaDevAttrMaxSharedMemoryPerMultiprocessor, device);
   if (error == cudaSuccess) error = cudaDeviceGetAttribute(&processors, cudaDevAttrMultiProcessorCount, device);
   if (error != cudaSuccess) return error;
   const int64_t tiles = (keys + kRowTile - 1) / kRowTile;
-  const int64_t row_bytes = tiles * kRowTile * 4 * values_per_key;
-  const int64_t states = (tiles < kChunk ? tiles : kChunk) * state_bytes;
-  const int64_t reserved = 64;
   if (tiles <= 4) {
-    *block =
-        Block{kNarrowThreads, kNarrowThreads / kLanes, false, true, static_cast<size_t>(kNarrowThreads / kLanes * (row_bytes + states))};
+    const int teams = kNarrowThreads / kLanes;
+    *block = Block{kNarrowThreads, teams, false, true, static_cast<size_t>(teams * team_bytes(tiles, staged_of(tiles), of_tile))};
     return cudaSuccess;
   }
   // Two blocks an SM at least, so that one loads while the other computes.
-  const bool staged = row_bytes + states + reserved <= limit / 2;
-  const int64_t bytes = (staged ? row_bytes : 0) + states + reserved;
+  const bool staged = team_bytes(tiles, staged_of(tiles), of_tile) <= limit / 2;
+  const int64_t bytes = team_bytes(tiles, staged ? staged_of(tiles) : 0, of_tile);
   const int64_t of_system = 1024;  // shared memory that every block takes besides its own
   const int warps = choose_warps(most_threads / kLanes, tiles, (rows + processors - 1) / processors, bytes + of_system, total);
   *block = Block{warps * kLanes, 1, true, staged, static_cast<size_t>(bytes)};

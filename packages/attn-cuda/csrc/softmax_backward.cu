@@ -1,31 +1,51 @@
 // Softmax of contract ordered-v1, section 2, backward: P from (row_max, row_sum), the tile sums of P * dP, their left-to-right sum delta,
 // then dX. P and dP stay in shared memory between the two passes; rows too long for it recompute P and read dP again.
 #include "softmax_launch.cuh"
+#include "staged.cuh"
 
 namespace attn_cuda {
 namespace {
 
-// What is kept of a tile: the sum of its terms, and whether it is narrow, hence without a masked key.
-struct TileSum {
-  float sum;
-  bool narrow;
-};
-constexpr int kBackwardWords = sizeof(TileSum) / sizeof(float);
-
 constexpr float kMasked = -1.0f;  // stands for the P of a masked key, which no P equals
 
-// P and dP of one tile and the terms P * dP. Unless it is `narrow` it may hold a masked key, which has P = kMasked and a term of +0;
-// whatever its dP holds is never used.
-template <typename In, int V, bool Masked>
-__device__ __forceinline__ bool load_pair(const In* scores, const Cotangents<In>& dprobs, const Keys& keys, int base, int lane,
-                                          float row_max, Divisor row_sum, RowSlots& p, RowSlots& dp, RowSlots& terms) {
-  RowSlots values;
-  load_tile<In, V, Masked>(scores, keys, base, lane, attn::negative_infinity(), values);
-  if (dprobs.is_float) {
-    load_tile<float, V, Masked>(static_cast<const float*>(dprobs.data), keys, base, lane, 0.0f, dp);
-  } else {
-    load_tile<In, V, Masked>(static_cast<const In*>(dprobs.data), keys, base, lane, 0.0f, dp);
-  }
+constexpr int kBackwardBytes = sizeof(float) + sizeof(bool);  // of a tile besides P and dP
+
+// One row in shared memory for a team, after what its RowCopies take: scores and dP as they are stored, and P as binary32, in the place of
+// the scores where these are binary32 too.
+// Of each tile whether it is narrow, hence without a masked key; the sums of kChunk tiles, and zeros up to a multiple of kSumsAtOnce.
+struct Shared {
+  char* scores;
+  char* dp;
+  float* p;
+  float* sums;
+  bool* narrow;
+};
+constexpr int kSumsAtOnce = 4;
+
+template <bool Wide>
+using Copies = RowCopies<2, Wide>;
+
+// Bytes of a staged row.
+__host__ __device__ constexpr int64_t row_bytes(int64_t tiles, int size, int dp_size) {
+  const int64_t slots = tiles * kRowTile;
+  return staged_bytes(slots, size) + staged_bytes(slots, dp_size) + (size == sizeof(float) ? 0 : slots * sizeof(float));
+}
+
+template <bool Staged>
+__device__ __forceinline__ Shared shared_of_team(char* storage, int64_t keys, int size, int dp_size, int place) {
+  const int tiles = static_cast<int>((keys + kRowTile - 1) / kRowTile), slots = tiles * kRowTile;
+  const int staged = Staged ? static_cast<int>(row_bytes(tiles, size, dp_size)) : 0;
+  char* mine = storage + place * team_bytes(tiles, staged, kBackwardBytes) + kPiece;
+  char* dp = mine + staged_bytes(slots, size);
+  auto* sums = reinterpret_cast<float*>(mine + staged);
+  return Shared{mine, dp, reinterpret_cast<float*>(dp + staged_bytes(slots, dp_size)), sums,
+                reinterpret_cast<bool*>(sums + min(tiles, kChunk) + kSumsAtOnce)};
+}
+
+// P of one tile and the terms P * dP. Unless the tile is narrow, the result, it may hold a masked key, which has P = kMasked and a term of
+// +0; whatever its dP holds is never used.
+__device__ __forceinline__ bool find_terms(const RowSlots& values, const RowSlots& dp, float row_max, Divisor row_sum, RowSlots& p,
+                                           RowSlots& terms) {
   const bool narrow = is_narrow(values, row_max);
   if (narrow) {
     normal_probabilities(values, row_max, row_sum, p);
@@ -42,72 +62,118 @@ __device__ __forceinline__ bool load_pair(const In* scores, const Cotangents<In>
   return narrow;
 }
 
+// dP of one tile to dX.
+template <typename In, int V, bool Masked>
+__device__ __forceinline__ void store_gradients(In* dscores, const Keys& keys, int tile, int lane, bool narrow, const RowSlots& p,
+                                                RowSlots& dp, float delta) {
+  if (narrow) {
+#pragma unroll
+    for (int k = 0; k < kRowSlots; ++k) dp[k] = attn::score_gradient(p[k], dp[k], delta);
+  } else {
+#pragma unroll
+    for (int k = 0; k < kRowSlots; ++k) dp[k] = p[k] == kMasked ? 0.0f : attn::score_gradient(p[k], dp[k], delta);
+  }
+  store_tile<In, V, Masked>(dscores, keys, tile * kRowTile, lane, dp);
+}
+
+// Sums of `count` tiles added to `delta` from left to right, and zeros after them. The contract starts from the first live tile; a dead one
+// adds +0, which can only change the sign of a zero delta, and that never reaches dX.
+__device__ __forceinline__ float add_sums(const float* sums, int count, float delta) {
+  for (int i = 0; i < count; i += kSumsAtOnce) {
+    const auto found = *reinterpret_cast<const Vector<float, kSumsAtOnce>*>(sums + i);
+#pragma unroll
+    for (int v = 0; v < kSumsAtOnce; ++v) delta = add(delta, found.lanes[v]);
+  }
+  return delta;
+}
+
+// One row whose dP is of type Cotangent.
+template <typename In, typename Cotangent, int V, bool Masked, bool Wide, bool Staged>
+__device__ __forceinline__ void find_gradients(const SoftmaxBackward& arguments, int64_t row, int turn, const Shared& shared,
+                                               const Team<Wide>& team, Copies<Wide>& copies) {
+  const Axes& axes = arguments.axes;
+  In* dscores = static_cast<In*>(arguments.dscores) + row * arguments.keys;
+  const In* scores = scores_of<In>(axes, arguments.scores, row);
+  const Cotangent* dprobs = scores_of<Cotangent>(axes, arguments.dprobs, row);
+  const Keys keys = keys_of_row<Masked>(axes, arguments.mask, arguments.keys, row);
+  const int tiles = keys.tiles(), lane = team.lane;
+  if constexpr (Staged) {
+    copies.template start<Masked>(shared.scores, scores, keys);
+    copies.template start<Masked>(shared.dp, dprobs, keys);
+  }
+  // A row without a state has masked keys alone, all of them stored as +0.
+  const attn::RowState state{arguments.row_max[row], arguments.row_sum[row]};
+  const Divisor sum = divisor(state.sum);
+  RowSlots values, p, dp, terms;
+  float delta = 0.0f;
+  if constexpr (Staged) {
+    In* staged = Copies<Wide>::template first<Masked>(shared.scores, scores);
+    const Cotangent* staged_dp = Copies<Wide>::template first<Masked>(shared.dp, dprobs);
+    float* staged_p = sizeof(In) == sizeof(float) ? reinterpret_cast<float*>(staged) : shared.p;
+    if (team.member < kSumsAtOnce) shared.sums[tiles + team.member] = 0.0f;
+    copies.wait(turn);
+    for (int tile = team.warp; tile < tiles; tile += team.warps) {
+      const int base = tile * kRowTile;
+      read_tile<V>(staged + base, keys.count - base, lane, attn::negative_infinity(), values);
+      read_tile<V>(staged_dp + base, kRowTile, lane, 0.0f, dp);
+      const bool narrow = find_terms(values, dp, state.max, sum, p, terms);
+      stage_tile<V>(staged_p + base, lane, p);
+      const float found = tree_sum<V>(terms, lane);
+      if (lane == 0) {
+        shared.sums[tile] = found;
+        shared.narrow[tile] = narrow;
+      }
+    }
+    team.sync();
+    delta = add_sums(shared.sums, tiles, delta);
+    for (int tile = team.warp; tile < tiles; tile += team.warps) {
+      read_tile<V>(staged_p + tile * kRowTile, kRowTile, lane, 0.0f, p);
+      read_tile<V>(staged_dp + tile * kRowTile, kRowTile, lane, 0.0f, dp);
+      store_gradients<In, V, Masked>(dscores, keys, tile, lane, shared.narrow[tile], p, dp, delta);
+    }
+  } else {
+    for (int begin = 0; begin < tiles; begin += kChunk) {
+      const int end = min(tiles, begin + kChunk);
+      if (team.member < kSumsAtOnce) shared.sums[end - begin + team.member] = 0.0f;
+      for (int tile = begin + team.warp; tile < end; tile += team.warps) {
+        load_tile<In, V, Masked>(scores, keys, tile * kRowTile, lane, attn::negative_infinity(), values);
+        load_tile<Cotangent, V, Masked>(dprobs, keys, tile * kRowTile, lane, 0.0f, dp);
+        find_terms(values, dp, state.max, sum, p, terms);
+        const float found = tree_sum<V>(terms, lane);
+        if (lane == 0) shared.sums[tile - begin] = found;
+      }
+      team.sync();
+      delta = add_sums(shared.sums, end - begin, delta);
+      team.sync();
+    }
+    for (int tile = team.warp; tile < tiles; tile += team.warps) {
+      load_tile<In, V, Masked>(scores, keys, tile * kRowTile, lane, attn::negative_infinity(), values);
+      load_tile<Cotangent, V, Masked>(dprobs, keys, tile * kRowTile, lane, 0.0f, dp);
+      const bool narrow = find_terms(values, dp, state.max, sum, p, terms);
+      store_gradients<In, V, Masked>(dscores, keys, tile, lane, narrow, p, dp, delta);
+    }
+  }
+  if constexpr (Masked) store_zeros(dscores, keys.kept, static_cast<int>(arguments.keys), team.member, team.size);
+}
+
 template <typename In, int V, bool Masked, bool Wide, bool Staged>
 __global__ void __launch_bounds__(Wide ? kBackwardThreads : kNarrowThreads, Wide ? kWideBlocks : 1)
     softmax_backward_kernel(const __grid_constant__ SoftmaxBackward arguments) {
   extern __shared__ float4 storage[];
   const Team<Wide> team;
-  const Axes& axes = arguments.axes;
-  const int total = static_cast<int>(arguments.keys);
-  const int capacity = static_cast<int>((arguments.keys + kRowTile - 1) / kRowTile), staged = Staged ? capacity * kRowTile : 0;
-  float* staged_p = reinterpret_cast<float*>(storage) + team.place() * (2 * staged + kBackwardWords * min(capacity, kChunk));
-  float* staged_dp = staged_p + staged;
-  auto* sums = reinterpret_cast<TileSum*>(staged_dp + staged);
+  const bool is_float = sizeof(In) == sizeof(float) || arguments.dprobs.is_float;
+  const Shared shared = shared_of_team<Staged>(reinterpret_cast<char*>(storage), arguments.keys, sizeof(In),
+                                               is_float ? sizeof(float) : sizeof(In), team.place());
+  Copies<Wide> copies(shared.scores - kPiece, team);
   const int64_t step = static_cast<int64_t>(gridDim.x) * team.teams();
-  for (int64_t row = static_cast<int64_t>(blockIdx.x) * team.teams() + team.place(); row < axes.rows; row += step) {
-    In* dscores = static_cast<In*>(arguments.dscores) + row * arguments.keys;
-    const attn::RowState state{arguments.row_max[row], arguments.row_sum[row]};
-    if (!attn::is_live(state)) {
-      store_zeros(dscores, nullptr, total, team.member, team.size);
-      continue;
+  int64_t row = static_cast<int64_t>(blockIdx.x) * team.teams() + team.place();
+  for (int turn = 0; row < arguments.axes.rows; row += step, ++turn) {
+    if (is_float) {
+      find_gradients<In, float, V, Masked, Wide, Staged>(arguments, row, turn, shared, team, copies);
+    } else {
+      find_gradients<In, In, V, Masked, Wide, Staged>(arguments, row, turn, shared, team, copies);
     }
-    const In* scores = scores_of<In>(axes, arguments.scores, row);
-    const Cotangents<In> dprobs(axes, arguments.dprobs, row);
-    const Keys keys = keys_of_row<Masked>(axes, arguments.mask, arguments.keys, row);
-    const int tiles = keys.tiles();
-    const Divisor sum = divisor(state.sum);
-    // The contract starts from the first live tile; a dead one adds +0, which can only change the sign of a zero delta, and that never
-    // reaches dX.
-    float delta = 0.0f;
-    for (int begin = 0; begin < tiles; begin += kChunk) {
-      const int end = min(tiles, begin + kChunk);
-      for (int tile = begin + team.warp; tile < end; tile += team.warps) {
-        RowSlots p, dp, terms;
-        const bool narrow = load_pair<In, V, Masked>(scores, dprobs, keys, tile * kRowTile, team.lane, state.max, sum, p, dp, terms);
-        if constexpr (Staged) {
-          stage_tile<V>(staged_p + tile * kRowTile, team.lane, p);
-          stage_tile<V>(staged_dp + tile * kRowTile, team.lane, dp);
-        }
-        const float found = tree_sum<V>(terms, team.lane);
-        if (team.lane == 0) sums[tile - begin] = TileSum{found, narrow};
-      }
-      team.sync();
-      for (int i = 0; i < end - begin; ++i) delta = add(delta, sums[i].sum);
-      if (begin + kChunk < tiles) team.sync();
-    }
-    for (int tile = team.warp; tile < tiles; tile += team.warps) {
-      RowSlots p, dp;
-      bool narrow = false;
-      if constexpr (Staged) {
-        narrow = sums[tile].narrow;
-        staged_tile<V>(staged_p + tile * kRowTile, team.lane, p);
-        staged_tile<V>(staged_dp + tile * kRowTile, team.lane, dp);
-      } else {
-        RowSlots terms;
-        load_pair<In, V, Masked>(scores, dprobs, keys, tile * kRowTile, team.lane, state.max, sum, p, dp, terms);
-      }
-      if (narrow) {
-#pragma unroll
-        for (int k = 0; k < kRowSlots; ++k) dp[k] = attn::score_gradient(p[k], dp[k], delta);
-      } else {
-#pragma unroll
-        for (int k = 0; k < kRowSlots; ++k) dp[k] = p[k] == kMasked ? 0.0f : attn::score_gradient(p[k], dp[k], delta);
-      }
-      store_tile<In, V, Masked>(dscores, keys, tile * kRowTile, team.lane, dp);
-    }
-    // The next row's sums go where these are read.
-    team.sync();
-    if constexpr (Masked) store_zeros(dscores, keys.kept, total, team.member, team.size);
+    copies.end();
   }
 }
 
@@ -129,7 +195,10 @@ extern "C" int attn_cuda_softmax_backward(int device, void* stream, const attn_c
   return run_backward<2>(
       device, shape, scores, dprobs, mask, row_max, row_sum, dscores, [&](auto element, const SoftmaxBackward& arguments, bool vectors) {
         Block block;
-        if (const int error = choose_block(device, kBackwardThreads, arguments.axes.rows, arguments.keys, 2, sizeof(TileSum), &block))
+        const int dp_size = static_cast<int>(arguments.dprobs.is_float ? sizeof(float) : sizeof(element));
+        const auto staged_of = [&](int64_t tiles) { return row_bytes(tiles, sizeof(element), dp_size); };
+        if (const int error =
+                choose_block(device, kBackwardThreads, arguments.axes.rows, arguments.keys, staged_of, kBackwardBytes, &block))
           return error;
         const auto kernel = choose_kernel<Kernels<decltype(element)>, 1, 2>(block, mask != nullptr, vectors);
         return static_cast<int>(launch(kernel, arguments, arguments.axes.rows, block, stream));

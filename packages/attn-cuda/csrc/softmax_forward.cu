@@ -137,8 +137,9 @@ extern "C" int attn_cuda_softmax_forward(int device, void* stream, const attn_cu
   return run_forward<2>(
       device, shape, scores, mask, probs, probs_dtype, row_max, row_sum, [&](auto element, const SoftmaxForward& arguments, bool vectors) {
         Block block;
-        if (const int error =
-                choose_block(device, kForwardThreads, arguments.axes.rows, arguments.keys, 1, kForwardWords * sizeof(float), &block))
+        const auto staged_of = [](int64_t tiles) { return tiles * kRowTile * static_cast<int64_t>(sizeof(float)); };
+        if (const int error = choose_block(device, kForwardThreads, arguments.axes.rows, arguments.keys, staged_of,
+                                           kForwardWords * sizeof(float), &block))
           return error;
         const auto kernel = choose_kernel<Kernels<decltype(element)>, 1, 2>(block, mask != nullptr, vectors);
         return static_cast<int>(launch(kernel, arguments, arguments.axes.rows, block, stream));

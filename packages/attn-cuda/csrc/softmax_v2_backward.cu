@@ -64,9 +64,8 @@ __global__ void __launch_bounds__(Wide ? kLongBackwardWarps * kLanes : kNarrowTh
     const In* scores = scores_of<In>(axes, arguments.scores, row);
     const Cotangents<In> dprobs(axes, arguments.dprobs, row);
     const Keys keys = keys_of_row<Masked>(axes, arguments.mask, arguments.keys, row);
-    // A row without a state has no tile: all of it is stored as +0.
-    const int tiles = attn::is_live(state) ? long_tiles(keys.count) : 0;
-    if (tiles == 0) store_zeros(dscores, nullptr, static_cast<int>(arguments.keys), team.member, team.size);
+    // A row without a state has masked keys alone, all of them stored as +0; to ask first would have the loads wait for the state.
+    const int tiles = long_tiles(keys.count);
     LongSlots p, dp;
     uint32_t masked;
     float delta = 0.0f;

@@ -76,13 +76,15 @@ __device__ __forceinline__ float tile_max(const float (&values)[N]) {
 constexpr float kNarrow = -44.0f;
 constexpr float kNear = -11.0f;
 
-// Whether no slot lies further than kNarrow below the maximum; the same for all lanes. No comparison with NaN holds.
+// Whether no slot lies further than kNarrow below the maximum, which is finite; the same for all lanes. Differences from a maximum are not
+// above +0, so that their bits grow with their size.
 template <int N>
 __device__ __forceinline__ bool is_narrow(const float (&scores)[N], float max) {
-  float least = fminf(scores[0], scores[1]);
+  uint32_t largest = 0;
 #pragma unroll
-  for (int k = 2; k < N; ++k) least = fminf(least, scores[k]);
-  return __all_sync(kAllLanes, sub(least, max) >= kNarrow);
+  for (int k = 0; k < N; k += 2)
+    largest = __vimax3_u32(largest, float_to_bits(sub(scores[k], max)), float_to_bits(sub(scores[k + 1], max)));
+  return __all_sync(kAllLanes, largest <= float_to_bits(kNarrow) && fabsf(max) < bits_to_float(0x7F800000u));
 }
 
 // What pass two needs of a tile: its state, and its maximum where it is narrow, else -inf.
@@ -114,6 +116,7 @@ __device__ __forceinline__ TileState tile_state(const float (&scores)[N], int la
 // a = 1 and c = +0, which keep s; the first live one has a = exp(-inf) = +0 and exp(0) = 1, which copy its sum.
 template <float (*Exp)(float) = exp_nonpositive>
 __device__ __forceinline__ attn::RowState merge_tiles(const attn::RowState* tiles, int count, attn::RowState row, int lane) {
+  constexpr int kAtOnce = 8;  // so that the broadcasts do not wait for the chain
   for (int base = 0; base < count; base += kLanes) {
     const attn::RowState tile = base + lane < count ? tiles[base + lane] : attn::empty_row();
     float max = maximum(row.max, tile.max);
@@ -128,8 +131,10 @@ __device__ __forceinline__ attn::RowState merge_tiles(const attn::RowState* tile
     const float keep = live ? Exp(sub(before, max)) : 1.0f;
     const float added = live ? mul(tile.sum, Exp(sub(tile.max, max))) : 0.0f;
     const int last = min(count - base, kLanes);
-    for (int i = 0; i < last; ++i) {
-      row.sum = add(mul(row.sum, __shfl_sync(kAllLanes, keep, i)), __shfl_sync(kAllLanes, added, i));
+    for (int first = 0; first < last; first += kAtOnce) {  // tiles past the last one keep the sum too
+#pragma unroll
+      for (int i = first; i < first + kAtOnce; ++i)
+        row.sum = add(mul(row.sum, __shfl_sync(kAllLanes, keep, i)), __shfl_sync(kAllLanes, added, i));
     }
     row.max = __shfl_sync(kAllLanes, max, kLanes - 1);
   }
