@@ -365,8 +365,7 @@ __global__ void __launch_bounds__(kSummers + kLoaders, 2) values_kernel(const __
     if (loads) {
       int to = 0;
       int32_t slot = static_cast<int32_t>(first) + value_key;
-      const float* probs =
-          scores_of(arguments, row_index(problem, item, block.rows[0]) + prob_row, 0) + (first - wave_begin) + prob_key;
+      const float* probs = scores_of(arguments, row_index(problem, item, block.rows[0]) + prob_row, 0) + (first - wave_begin) + prob_key;
       find_stored(slot);
       // A step arrives kArriving steps after its copies began.
 #pragma unroll 1
@@ -450,8 +449,8 @@ int launch_tiles(SplitArguments arguments, int64_t block_rows, int64_t tiles, vo
 template <typename T>
 int launch_values_of(const SplitArguments& arguments, int64_t rows, void* stream) {
   const Block block{kSummers + kLoaders, 1, true, false, values_bytes(arguments.forward.problem.v.dtype, rows)};
-  return launch(rows == kMostValueRows ? values_kernel<T, 2> : values_kernel<T, 1>, arguments, arguments.row_blocks * arguments.slices, block,
-                stream);
+  return launch(rows == kMostValueRows ? values_kernel<T, 2> : values_kernel<T, 1>, arguments, arguments.row_blocks * arguments.slices,
+                block, stream);
 }
 
 int launch_values(SplitArguments arguments, int64_t rows, void* stream) {

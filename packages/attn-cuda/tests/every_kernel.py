@@ -155,7 +155,7 @@ def packed(dtype: torch.dtype, width: int) -> None:
 
 
 def attention_problems() -> Iterator[Work]:
-    """Each width of the kernels with and without rows of 16 bytes; every option; decode in few and in many rows and blocks, in one wave and in two."""
+    """Each width of the kernels with and without rows of 16 bytes; every option; decode in few and many rows, in one wave and two."""
     for dtype in DTYPES[:2]:
         for head_dim, value_dim in ((40, 40), (64, 128), (128, 64), (250, 256), (37, 130)):
             sizes = Sizes(2, 1, 70, 300, head_dim, value_dim)
