@@ -178,10 +178,9 @@ TRITON_SHORT = Reason(
     "One launch for all segments; blocks of fewer rows where a segment or window is shorter than a block.",
 )
 AV_CHAINS = Reason(
-    "Not profiled. By count shared memory is the limit: for two FMAs a key a warp reads a value and half of a 16-byte piece of P, six "
-    "turns of four warps in the four cycles of the chain, besides what the loaders store; one query fills half of the rows of a "
-    "block, four fill it, and with 16 two blocks share a multiprocessor.",
-    "A warp that owns four rows, so that a value it reads takes part in four chains.",
+    "Not profiled. By count issue slots are the limit: for four FMAs a key a warp issues two conversions, a load of values and half a "
+    "load of P, and each multiprocessor partition also runs one of the four warps that load.",
+    "Fewer instructions of the loaders, or the copy engine in their place.",
 )
 TRITON_AV_CHAINS = Reason(
     "Not profiled; a thread has four outputs, whose FMAs of a key fill the latency of the one before, so the loads between them are "

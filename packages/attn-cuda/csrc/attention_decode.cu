@@ -2,6 +2,7 @@
 // order, scores to P, and the chains of out, spread over rows and columns. The workspace holds the scores of a wave of tiles; where the
 // keys are more, a wave follows the other. The bits are those of the other way.
 #include "attention_forward.cuh"
+#include "named_barrier.cuh"
 
 namespace attn_cuda {
 namespace {
@@ -11,6 +12,8 @@ constexpr int kBlockWarps = kThreads / kLanes;
 constexpr int64_t kFewRows = 16;
 constexpr int64_t kManyKeys = 512;
 constexpr int64_t kLargestWave = int64_t{512} << 20;  // bytes of scores
+
+constexpr int kMostValueRows = 2 * kWarpRows;  // of a block that sums P times the values
 
 using KeyTile = KeyStage<kBlockWarps, kSlots>;
 
@@ -176,167 +179,248 @@ __global__ void __launch_bounds__(kThreads) merge_kernel(const __grid_constant__
   store_state(arguments.forward, item, row, state);
 }
 
-// Scores of one tile to P, in place, where any of the block's eight rows sees a key. A warp has one row.
-__global__ void __launch_bounds__(kThreads) probabilities_kernel(const __grid_constant__ SplitArguments arguments) {
+// Scores of one tile to P, in place, where any of the sixteen rows sees a key. A warp has one row.
+__global__ void __launch_bounds__(kMostValueRows* kLanes) probabilities_kernel(const __grid_constant__ SplitArguments arguments) {
   const Attention& problem = arguments.forward.problem;
   __shared__ Work work;
-  __shared__ BlockRows<1> block;
-  const TileOfRows<1> at(arguments, &work, &block);
+  __shared__ BlockRows<kMostValueRows / kWarpRows> block;
+  const TileOfRows<kMostValueRows / kWarpRows> at(arguments, &work, &block);
   const Row row = block.rows[warp_id()];
   if (row.head < 0 || block.any.begin >= at.begin + attn::kTile || block.any.end <= at.begin) return;
   const int64_t index = row_index(problem, work.item, row);
   const RowConstants constants{arguments.forward.row_max[index], divisor(arguments.forward.row_sum[index])};
   float* scores = scores_of(arguments, index, at.in_wave) + lane_id();
+  // There are scores where any of the row's eight sees a key.
+  const bool written = block.warps[warp_id() / kWarpRows].meets(at.begin, attn::kTile);
   float x[1][kSlots];
 #pragma unroll
-  for (int j = 0; j < kSlots; ++j) x[0][j] = scores[j * kLanes];
+  for (int j = 0; j < kSlots; ++j) x[0][j] = written ? scores[j * kLanes] : attn::negative_infinity();
   probabilities_of(x, [&](int, int) { return constants; });
 #pragma unroll
   for (int j = 0; j < kSlots; ++j) scores[j * kLanes] = x[0][j];
 }
 
 constexpr int kChainWarps = 4;
-constexpr int kChainRows = kWarpRows / kChainWarps;  // of a warp: each value that it reads takes part in as many chains
-constexpr int kSummers = kChainWarps * kLanes;       // threads that sum
-constexpr int kLoaders = 8 * kLanes;                 // threads that load for them
+constexpr int kLaneColumns = 2;
+constexpr int kSummers = kChainWarps * kLanes;  // threads that sum
+constexpr int kLoaders = 4 * kLanes;            // threads that load for them
 constexpr int kStepKeys = 128;
-constexpr int kRawStages = 4;   // of V, three of them on their way
-constexpr int kProbStages = 5;  // and besides them the step that the chains read
+constexpr int kAhead = 4;     // keys that are read while those before are summed
+constexpr int kArriving = 1;  // steps whose copies are on their way while another begins
+constexpr int kStages = 4;    // besides those, the step that is summed and the next, whose first keys are read then
 
-using ValueCopy = RowCopy<kLoaders, kStepKeys, kLanes, 2>;
-
-struct ValuesShared {
-  float values[2][kStepKeys * kLanes];
-  float probs[kProbStages][kWarpRows][kStepKeys];
+// Keys of one step: 32 columns of the values as they are stored, and P of the rows, which begin in different banks.
+template <typename T, int Rows>
+struct Step {
+  T values[kStepKeys][kLanes];
+  float probs[Rows][kStepKeys + 4];
 };
 
-size_t values_bytes(int32_t dtype) {
-  return sizeof(ValuesShared) + static_cast<size_t>(kRawStages * kStepKeys * kLanes) * (dtype == ATTN_CUDA_FLOAT32 ? 4 : 2);
-}
+// What a lane reads for kAhead keys.
+template <typename T, int LaneRows>
+struct ChainKeys {
+  struct alignas(sizeof(T) * kLaneColumns) Columns {
+    T lanes[kLaneColumns];
+  };
+  Columns v[kAhead];
+  float p[LaneRows][kAhead];
 
-// One step of the chains of a lane. What the next FMAs need is read while the chains wait for the ones before.
-template <bool Select>
-__device__ __forceinline__ void chain_values(const float (*probs)[kStepKeys], const float* values, float (&sums)[kChainRows]) {
-  constexpr int kAhead = 8;
-  float p[2][kChainRows][kAhead], v[2][kAhead];
-  const auto read = [&](int key, float (&to_p)[kChainRows][kAhead], float (&to_v)[kAhead]) {
+  template <int Rows>
+  __device__ __forceinline__ void read(const Step<T, Rows>& step, int key, int row, int column) {
 #pragma unroll
-    for (int i = 0; i < kAhead; ++i) to_v[i] = values[(key + i) * kLanes + lane_id()];
+    for (int i = 0; i < kAhead; ++i) v[i] = *reinterpret_cast<const Columns*>(&step.values[key + i][column]);
 #pragma unroll
     for (int i = 0; i < kAhead; i += 4)
 #pragma unroll
-      for (int r = 0; r < kChainRows; ++r) {
-        const float4 four = *reinterpret_cast<const float4*>(probs[r] + key + i);
-        to_p[r][i] = four.x, to_p[r][i + 1] = four.y, to_p[r][i + 2] = four.z, to_p[r][i + 3] = four.w;
+      for (int r = 0; r < LaneRows; ++r) {
+        const float4 four = *reinterpret_cast<const float4*>(&step.probs[row + r][key + i]);
+        p[r][i] = four.x, p[r][i + 1] = four.y, p[r][i + 2] = four.z, p[r][i + 3] = four.w;
       }
-  };
-  read(0, p[0], v[0]);
+  }
+
+  __device__ __forceinline__ float2 values(int i) const {
+    if constexpr (sizeof(T) == 4) {
+      return make_float2(v[i].lanes[0], v[i].lanes[1]);
+    } else {
+      return widened_pair<T>(*reinterpret_cast<const uint32_t*>(&v[i]));
+    }
+  }
+};
+
+// One step of the chains of a lane. `keys` holds its first keys, then those of the next step.
+template <bool Select, typename T, int Rows, int LaneRows>
+__device__ __forceinline__ void chain_values(const Step<T, Rows>& step, const Step<T, Rows>& next, int row, int column,
+                                             ChainKeys<T, LaneRows> (&keys)[2], float (&sums)[LaneRows][kLaneColumns]) {
+  static_assert(kStepKeys % (2 * kAhead) == 0, "a step ends where it began in `keys`");
 #pragma unroll
   for (int key = 0; key < kStepKeys; key += kAhead) {
-    const int now = key / kAhead % 2;
-    if (key + kAhead < kStepKeys) read(key + kAhead, p[now ^ 1], v[now ^ 1]);
+    const auto& now = keys[key / kAhead % 2];
+    auto& later = keys[key / kAhead % 2 ^ 1];
+    if (key + kAhead < kStepKeys) {
+      later.read(step, key + kAhead, row, column);
+    } else {
+      later.read(next, 0, row, column);
+    }
 #pragma unroll
-    for (int i = 0; i < kAhead; ++i)
+    for (int i = 0; i < kAhead; ++i) {
+      const float2 values = now.values(i);
 #pragma unroll
-      for (int r = 0; r < kChainRows; ++r)
-        if (!Select || !is_masked(p[now][r][i])) sums[r] = exact_fma(p[now][r][i], v[now][i], sums[r]);
+      for (int r = 0; r < LaneRows; ++r) {
+        if (Select && is_masked(now.p[r][i])) continue;
+        sums[r][0] = exact_fma(now.p[r][i], values.x, sums[r][0]);
+        sums[r][1] = exact_fma(now.p[r][i], values.y, sums[r][1]);
+      }
+    }
   }
 }
 
-// Chains of out over one wave: four warps own two rows each, a lane a column, and eight more load for them, several steps ahead.
+// Chains of out over one wave. Four warps sum, each lane LaneRows rows and two columns, so that what it reads takes part in several chains;
+// four more load for them, steps ahead.
+template <typename T, int LaneRows>
 __global__ void __launch_bounds__(kSummers + kLoaders, 2) values_kernel(const __grid_constant__ SplitArguments arguments) {
+  constexpr int kChainRows = LaneRows * kLaneColumns;  // of a warp, whose lanes have 16 pairs of columns
+  constexpr int kRows = kChainWarps * kChainRows;
+  using Keys = Step<T, kRows>;
   const Attention& problem = arguments.forward.problem;
   extern __shared__ float4 storage[];
-  auto* shared = reinterpret_cast<ValuesShared*>(storage);
-  char* raw = reinterpret_cast<char*>(shared + 1);
-  const size_t raw_bytes = static_cast<size_t>(kStepKeys * kLanes) * (problem.v.dtype == ATTN_CUDA_FLOAT32 ? 4 : 2);
+  auto* const steps = reinterpret_cast<Keys*>(storage);
   __shared__ Work work;
-  __shared__ BlockRows<1> block;
+  __shared__ BlockRows<kRows / kWarpRows> block;
   const int64_t id = blockIdx.x / arguments.slices;
   const auto first_column = static_cast<int32_t>((blockIdx.x - id * arguments.slices) * kLanes);
   share_work(problem, id, arguments.forward.per_item, nullptr, &work);
   block.find(problem, work);
-  const bool loads = threadIdx.x >= kSummers;
-  const int first_row = warp_id() * kChainRows;
-  const bool sums_rows = !loads && block.rows[first_row].head >= 0;
-  const int32_t column = first_column + lane_id();
+  const Item item = work.item;
   const int64_t wave_begin = arguments.first_tile * attn::kTile, wave_end = wave_begin + arguments.wave * attn::kTile;
   const int64_t first = max(wave_begin, static_cast<int64_t>(block.any.begin / kStepKeys * kStepKeys));
   const int64_t last = min(wave_end, static_cast<int64_t>(block.any.end));
-  const int steps = block.any.begin < block.any.end && first < last ? static_cast<int>((last - first + kStepKeys - 1) / kStepKeys) : 0;
+  const int count = block.any.begin < block.any.end && first < last ? static_cast<int>((last - first + kStepKeys - 1) / kStepKeys) : 0;
+  const auto after = [](int stage) { return stage + 1 == kStages ? 0 : stage + 1; };
+  // Barriers between those who load and those who sum; 0 is that of all threads.
+  const auto filled = [](int stage) { return 1 + stage; };
+  const auto emptied = [](int stage) { return 1 + kStages + stage; };
+  const auto wait_until = [](int barrier) { named_sync(barrier, kSummers + kLoaders); };
+  const auto tell = [](int barrier) { named_arrive(barrier, kSummers + kLoaders); };
 
-  const int loader = static_cast<int>(threadIdx.x) - kSummers;
-  static_assert(kLoaders == kWarpRows * kStepKeys / 4, "a loader has four neighbours of P in each step");
-  const int prob_row = loader / kLanes, prob_key = loader % kLanes * 4;
-  const Row prob_of = loads ? block.rows[prob_row] : Row{-1, 0};
-  const float* probs_from =
-      prob_of.head < 0 ? nullptr : scores_of(arguments, row_index(problem, work.item, prob_of), 0) + (first - wave_begin) + prob_key;
-  // In registers, since shared memory would be read again after each copy that is started.
-  const Item item = work.item;
-  const int64_t v_base = work.v_base;
-  const auto start = [&](int step) {
-    if (step < steps) {
-      const auto slot = static_cast<int32_t>(first + static_cast<int64_t>(step) * kStepKeys);
-      ValueCopy::start(loader, problem.v, first_column, raw + step % kRawStages * raw_bytes,
-                       [&](int i) { return key_offset(problem.v, item, v_base, slot + i); });
-      if (probs_from != nullptr)
-        copy_async(&shared->probs[step % kProbStages][prob_row][prob_key], probs_from + static_cast<int64_t>(step) * kStepKeys, true);
-    }
-    end_copy_group();
-  };
-  // A step to where the chains read it, and a later one on its way.
-  const auto advance = [&](int step) {
-    wait_for_copy_group<kRawStages - 2>();
-    if (step < steps) ValueCopy::finish(loader, problem.v.dtype, raw + step % kRawStages * raw_bytes, shared->values[step % 2], kLanes);
-    start(step + kRawStages - 1);
-  };
-  // use(row, r) for the rows of which the lane has a column.
-  const auto each_row = [&](auto use) {
-    if (!sums_rows || column >= problem.value_dim) return;
+  const bool loads = threadIdx.x < kLoaders;
+  const int loader = static_cast<int>(threadIdx.x), summer = warp_id() - kLoaders / kLanes;
+  // A loader has eight columns of every kValueKeys-th key, and P of four keys of every kProbRows-th row: rows lie one behind the other.
+  constexpr int kPieces = kLanes / 8, kValueKeys = kLoaders / kPieces, kProbRows = kLoaders / (kStepKeys / 4);
+  const int value_key = loader / kPieces, value_column = loader % kPieces * 8;
+  const int prob_row = loader / (kStepKeys / 4), prob_key = loader % (kStepKeys / 4) * 4;
+  const auto* const values = static_cast<const T*>(problem.v.data) + work.v_base + first_column + value_column;
+  const int32_t keys_seen = first_column + value_column < problem.v.columns ? item.count : 0;
+  const int64_t next_probs = kProbRows * arguments.wave * attn::kTile;
+  const int rows = static_cast<int>(min(rows_of(problem, item) - work.block * kRows, static_cast<int64_t>(kRows)));
+  // Stored keys of the step whose first slot is `slot`, negative where there is none: found a step before they are needed.
+  int32_t stored[kStepKeys / kValueKeys];
+  const auto find_stored = [&](int32_t slot) {
 #pragma unroll
-    for (int r = 0; r < kChainRows; ++r)
-      if (const Row row = block.rows[first_row + r]; row.head >= 0) use(row, r);
+    for (int i = 0; i < kStepKeys / kValueKeys; ++i) {
+      const int32_t of = slot + i * kValueKeys, logical = of - item.shift;
+      stored[i] = logical < 0 || logical >= keys_seen ? -1 : static_cast<int32_t>(stored_key(item, of));
+    }
   };
-  const auto sum_so_far = [&](Row row) { return arguments.sums + row_index(problem, work.item, row) * problem.value_dim + column; };
-  float sums[kChainRows];
+  const auto start = [&](Keys& step, const float* probs) {
+#pragma unroll
+    for (int i = 0; i < kStepKeys / kValueKeys; ++i) {
+      const bool present = stored[i] >= 0;
+      const T* from = present ? values + stored[i] * problem.v.row : static_cast<const T*>(problem.v.data);
+      T* const at = &step.values[value_key + i * kValueKeys][value_column];
+      copy_async(at, from, present);
+      if constexpr (sizeof(T) == 4) copy_async(at + 4, from + 4, present);
+    }
+#pragma unroll
+    for (int r = 0; r < kRows; r += kProbRows)
+      if (prob_row + r < rows) copy_async(&step.probs[prob_row + r][prob_key], probs + r / kProbRows * next_probs, true);
+  };
+
+  // Neighbouring lanes have the same columns of different rows.
+  const int first_row = summer * kChainRows + lane_id() % kLaneColumns * LaneRows;
+  const int lane_column = lane_id() / kLaneColumns * kLaneColumns;
+  const bool sums_rows = !loads && block.rows[summer * kChainRows].head >= 0;
+  float sums[LaneRows][kLaneColumns];
+  // use(row, column, sum) for the outputs of the lane.
+  const auto each_sum = [&](auto use) {
+    if (!sums_rows) return;
+#pragma unroll
+    for (int r = 0; r < LaneRows; ++r) {
+      const Row row = block.rows[first_row + r];
+      if (row.head < 0) continue;
+#pragma unroll
+      for (int c = 0; c < kLaneColumns; ++c)
+        if (const int32_t column = first_column + lane_column + c; column < problem.value_dim) use(row, column, sums[r][c]);
+    }
+  };
+  const auto sum_so_far = [&](Row row, int32_t column) {
+    return arguments.sums + row_index(problem, item, row) * problem.value_dim + column;
+  };
 #pragma unroll 1
   for (int pass = 0; pass < 2; ++pass) {
 #pragma unroll
-    for (float& sum : sums) sum = 0.0f;
-    if (!arguments.begins) each_row([&](Row row, int r) { sums[r] = *sum_so_far(row); });
+    for (auto& of_row : sums)
+#pragma unroll
+      for (float& sum : of_row) sum = 0.0f;
+    if (!arguments.begins) each_sum([&](Row row, int32_t column, float& sum) { sum = *sum_so_far(row, column); });
     if (loads) {
-      for (int step = 0; step < kRawStages - 1; ++step) start(step);
-      advance(0);
-    }
-    __syncthreads();
+      int to = 0;
+      int32_t slot = static_cast<int32_t>(first) + value_key;
+      const float* probs = scores_of(arguments, row_index(problem, item, block.rows[0]) + prob_row, 0) + (first - wave_begin) + prob_key;
+      find_stored(slot);
+      // A step arrives kArriving steps after its copies began.
 #pragma unroll 1
-    for (int step = 0; step < steps; ++step) {
-      if (loads) {
-        advance(step + 1);
-      } else if (sums_rows) {
-        const auto* probs = shared->probs[step % kProbStages] + first_row;
-        if (pass == 0) {
-          chain_values<false>(probs, shared->values[step % 2], sums);
-        } else {
-          chain_values<true>(probs, shared->values[step % 2], sums);
+      for (int i = 0, stage = 0; i < count + kArriving; ++i, stage = after(stage)) {
+        if (i < count) {
+          if (i >= kStages) wait_until(emptied(stage));
+          start(steps[stage], probs);
+          slot += kStepKeys;
+          probs += kStepKeys;
+          find_stored(slot);
         }
+        end_copy_group();
+        if (i < kArriving) continue;
+        wait_for_copy_group<kArriving>();
+        tell(filled(to));
+        to = after(to);
       }
-      __syncthreads();
+    } else if (count > 0) {
+      ChainKeys<T, LaneRows> keys[2];
+      wait_until(filled(0));
+      if (sums_rows) keys[0].read(steps[0], 0, first_row, lane_column);
+#pragma unroll 1
+      for (int i = 0, stage = 0; i < count; ++i) {
+        const int next = after(stage);
+        if (i + 1 < count) wait_until(filled(next));
+        if (sums_rows) {
+          if (pass == 0) {
+            chain_values<false>(steps[stage], steps[next], first_row, lane_column, keys, sums);
+          } else {
+            chain_values<true>(steps[stage], steps[next], first_row, lane_column, keys, sums);
+          }
+        }
+        if (i + kStages < count) tell(emptied(stage));
+        stage = next;
+      }
     }
     // As in the other way: a NaN may come from a masked pair, so sum again without those.
     bool spoilt = false;
-    each_row([&](Row, int r) { spoilt = spoilt || attn::is_nan(sums[r]); });
+    each_sum([&](Row, int32_t, float sum) { spoilt = spoilt || attn::is_nan(sum); });
     if (!__syncthreads_or(spoilt)) break;
   }
-  each_row([&](Row row, int r) {
+  each_sum([&](Row row, int32_t column, float sum) {
     if (!arguments.ends) {
-      *sum_so_far(row) = sums[r];
+      *sum_so_far(row, column) = sum;
       return;
     }
-    const float one[4] = {sums[r], 0.0f, 0.0f, 0.0f};
-    store_four(arguments.forward.out, arguments.forward.out_dtype, query_result(problem, work.item, row, problem.value_dim) + column, one,
-               1, false);
+    const float one[4] = {sum, 0.0f, 0.0f, 0.0f};
+    store_four(arguments.forward.out, arguments.forward.out_dtype, query_result(problem, item, row, problem.value_dim) + column, one, 1,
+               false);
   });
+}
+
+size_t values_bytes(int32_t dtype, int64_t rows) {
+  const size_t value = dtype == ATTN_CUDA_FLOAT32 ? 4 : 2;
+  return kStages * (value * kStepKeys * kLanes + sizeof(float) * static_cast<size_t>(rows) * (kStepKeys + 4));
 }
 
 size_t tile_bytes(int columns, int32_t dtype, int64_t rows) {
@@ -362,21 +446,43 @@ int launch_tiles(SplitArguments arguments, int64_t block_rows, int64_t tiles, vo
                 Block{kThreads, 1, true, false, tile_bytes(problem.q.columns, problem.k.dtype, block_rows)}, stream);
 }
 
+template <typename T>
+int launch_values_of(const SplitArguments& arguments, int64_t rows, void* stream) {
+  const Block block{kSummers + kLoaders, 1, true, false, values_bytes(arguments.forward.problem.v.dtype, rows)};
+  return launch(rows == kMostValueRows ? values_kernel<T, 2> : values_kernel<T, 1>, arguments, arguments.row_blocks * arguments.slices,
+                block, stream);
+}
+
+int launch_values(SplitArguments arguments, int64_t rows, void* stream) {
+  const int64_t blocks = spread(&arguments, rows, arguments.slices);
+  if (blocks >= INT32_MAX) return ATTN_CUDA_BAD_SIZE;
+  switch (arguments.forward.problem.v.dtype) {
+    case ATTN_CUDA_FLOAT32:
+      return launch_values_of<float>(arguments, rows, stream);
+    case ATTN_CUDA_BFLOAT16:
+      return launch_values_of<attn::bfloat16>(arguments, rows, stream);
+    default:
+      return launch_values_of<attn::float16>(arguments, rows, stream);
+  }
+}
+
 }  // namespace
 
 Split choose_split(const Limits& limits, const attn_cuda_attention& problem) {
   constexpr int64_t kWideRows = kBlockWarps * kWarpRows;
-  if (problem.cu_seqlens_q != nullptr || problem.keys < kManyKeys || total_rows(problem) == 0) return Split{0, 0, 0};
-  if (!fits(limits, values_bytes(problem.v.dtype)) ||
+  if (problem.cu_seqlens_q != nullptr || problem.keys < kManyKeys || total_rows(problem) == 0) return Split{};
+  if (!fits(limits, values_bytes(problem.v.dtype, kMostValueRows)) ||
       !fits(limits, tile_bytes(static_cast<int>(problem.head_dim), problem.k.dtype, kWarpRows)))
-    return Split{0, 0, 0};
+    return Split{};
   const int64_t rows = problem.queries * (problem.heads / problem.kv_heads);
-  const int64_t blocks = (rows + kWideRows - 1) / kWideRows * problem.batch * problem.kv_heads;
-  if (rows > kFewRows && blocks >= limits.processors) return Split{0, 0, 0};
+  if (rows > kFewRows && count_blocks(problem, kWideRows, false) >= limits.processors) return Split{};
   const int64_t tiles = (problem.keys + 2 * attn::kTile - 2) / attn::kTile;  // wherever the first key lies in its tile
   const int64_t room = kLargestWave / (total_rows(problem) * attn::kTile * 4);
   const bool wide = rows > kFewRows && fits(limits, tile_bytes(static_cast<int>(problem.head_dim), problem.k.dtype, kWideRows));
-  return Split{tiles, clamped(room, 1, tiles), wide ? kWideRows : kWarpRows};
+  // P times the values: blocks of eight rows while each has a multiprocessor, else of sixteen, if there are more than eight.
+  const int64_t slices = (problem.value_dim + kLanes - 1) / kLanes;
+  const bool few = rows <= kWarpRows || count_blocks(problem, kWarpRows, false) * slices <= limits.processors;
+  return Split{tiles, clamped(room, 1, tiles), wide ? kWideRows : kWarpRows, few ? kWarpRows : kMostValueRows};
 }
 
 int64_t split_bytes(const attn_cuda_attention& problem, const Split& split) {
@@ -409,12 +515,11 @@ int launch_split(const attn_cuda_attention& problem, const ForwardArguments& for
     const int64_t tiles = arguments.ends ? split.tiles - first : split.wave;
     if (!one_wave)
       if (const int error = launch_tiles(arguments, split.block_rows, tiles, stream)) return error;
-    const int64_t blocks = spread(&arguments, kWarpRows, tiles);
+    const int64_t blocks = spread(&arguments, kMostValueRows, tiles);
     if (blocks >= INT32_MAX) return ATTN_CUDA_BAD_SIZE;
-    if (const int error = launch(probabilities_kernel, arguments, blocks, Block{kThreads, 1, true, false, 0}, stream)) return error;
-    if (const int error = launch(values_kernel, arguments, arguments.row_blocks * arguments.slices,
-                                 Block{kSummers + kLoaders, 1, true, false, values_bytes(problem.v.dtype)}, stream))
+    if (const int error = launch(probabilities_kernel, arguments, blocks, Block{kMostValueRows * kLanes, 1, true, false, 0}, stream))
       return error;
+    if (const int error = launch_values(arguments, split.value_rows, stream)) return error;
   }
   return 0;
 }

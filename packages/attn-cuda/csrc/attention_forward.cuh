@@ -30,9 +30,10 @@ __device__ __forceinline__ void store_state(const ForwardArguments& arguments, c
   arguments.row_sum[index] = state.sum;
 }
 
-// How the tiles are spread: `tiles` of a row (0: not at all), of which the workspace holds `wave` at a time, and rows of a block.
+// How the tiles are spread: `tiles` of a row (0: not at all), of which the workspace holds `wave` at a time, and rows of a block, for the
+// scores and for P times the values.
 struct Split {
-  int64_t tiles, wave, block_rows;
+  int64_t tiles, wave, block_rows, value_rows;
 };
 
 Split choose_split(const Limits& limits, const attn_cuda_attention& problem);

@@ -110,8 +110,8 @@ __device__ __forceinline__ Range range_of(const Attention& problem, const Item& 
   return positional_range(problem, item, query);
 }
 
-// The rows of one kv head, those of a query side by side: row r is query r div group of head r mod group. So a block of rows has few queries,
-// and sees few keys that some of its rows do not.
+// The rows of one kv head, those of a query side by side: row r is query r div group of head r mod group. So a block of rows has few
+// queries, and sees few keys that some of its rows do not.
 struct Row {
   int32_t head, query;  // head < 0: no such row
 };

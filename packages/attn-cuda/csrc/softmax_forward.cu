@@ -134,14 +134,14 @@ struct Kernels {
 extern "C" int attn_cuda_softmax_forward(int device, void* stream, const attn_cuda_shape* shape, const attn_cuda_rows* scores,
                                          const attn_cuda_mask* mask, void* probs, int32_t probs_dtype, float* row_max, float* row_sum) {
   using namespace attn_cuda;
-  return run_forward<2>(
-      device, shape, scores, mask, probs, probs_dtype, row_max, row_sum, [&](auto element, const SoftmaxForward& arguments, bool vectors) {
-        Block block;
-        const auto staged_of = [](int64_t tiles) { return tiles * kRowTile * static_cast<int64_t>(sizeof(float)); };
-        if (const int error = choose_block(device, kForwardThreads, arguments.axes.rows, arguments.keys, staged_of,
-                                           kForwardWords * sizeof(float), &block))
-          return error;
-        const auto kernel = choose_kernel<Kernels<decltype(element)>, 1, 2>(block, mask != nullptr, vectors);
-        return static_cast<int>(launch(kernel, arguments, arguments.axes.rows, block, stream));
-      });
+  return run_forward<2>(device, shape, scores, mask, probs, probs_dtype, row_max, row_sum,
+                        [&](auto element, const SoftmaxForward& arguments, bool vectors) {
+                          Block block;
+                          const auto staged_of = [](int64_t tiles) { return tiles * kRowTile * static_cast<int64_t>(sizeof(float)); };
+                          if (const int error = choose_block(device, kForwardThreads, arguments.axes.rows, arguments.keys, staged_of,
+                                                             kForwardWords * sizeof(float), &block))
+                            return error;
+                          const auto kernel = choose_kernel<Kernels<decltype(element)>, 1, 2>(block, mask != nullptr, vectors);
+                          return static_cast<int>(launch(kernel, arguments, arguments.axes.rows, block, stream));
+                        });
 }

@@ -83,10 +83,10 @@ class RowCopies {
  private:
   // cp.async.bulk: addresses and `bytes` are multiples of 16.
   static __device__ __forceinline__ void copy_bytes(void* to, const void* from, uint32_t bytes, uint64_t* barrier) {
-    asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::"r"(
-                     hopper::shared_address(to)),
-                 "l"(__cvta_generic_to_global(from)), "r"(bytes), "r"(hopper::shared_address(barrier))
-                 : "memory");
+    asm volatile(
+        "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::"r"(hopper::shared_address(to)),
+        "l"(__cvta_generic_to_global(from)), "r"(bytes), "r"(hopper::shared_address(barrier))
+        : "memory");
   }
 
   uint64_t* barrier_;

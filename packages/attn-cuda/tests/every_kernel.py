@@ -155,7 +155,7 @@ def packed(dtype: torch.dtype, width: int) -> None:
 
 
 def attention_problems() -> Iterator[Work]:
-    """Each width of the kernels with and without rows of 16 bytes; every option; decode in few and in many rows, in one wave and in two."""
+    """Each width of the kernels with and without rows of 16 bytes; every option; decode in few and many rows, in one wave and two."""
     for dtype in DTYPES[:2]:
         for head_dim, value_dim in ((40, 40), (64, 128), (128, 64), (250, 256), (37, 130)):
             sizes = Sizes(2, 1, 70, 300, head_dim, value_dim)
@@ -170,6 +170,9 @@ def attention_problems() -> Iterator[Work]:
             yield Work(f"decode {dtype} {width} many rows", partial(decode, many, dtype, True))
             yield Work(f"packed {dtype} {width}", partial(packed, dtype, width))
         yield Work(f"joint {dtype}", partial(joint, dtype, 64))
+    for dtype in DTYPES:
+        for heads in (4, 64):
+            yield Work(f"decode {dtype} {heads} heads", partial(decode, Sizes(heads, heads // 4, 8, 600, 64, 128), dtype))
     small = Sizes(2, 1, 20, 300, 64, 64)
     yield Work("attention sinks", partial(attention, small, FLOATS, ("sinks",), sinks=lambda: leaf(2)))
     for shape in ((1, 2, 20, 300), (1, 1, 20, 1), (1, 2, 1, 300), (1, 1, 1, 1)):

@@ -4,6 +4,8 @@
 
 #include <cstdint>
 
+#include "../named_barrier.cuh"
+
 namespace attn_cuda::hopper {
 
 // Address in the shared state space ("State Spaces", cvta).
@@ -40,12 +42,6 @@ __device__ __forceinline__ void barrier_wait(uint64_t* barrier, uint32_t parity)
       "}\n" ::"r"(shared_address(barrier)),
       "r"(parity)
       : "memory");
-}
-
-// barrier.sync and barrier.arrive ("barrier{.cta}"): named barriers 1 to 15 over `threads` threads; 0 is __syncthreads.
-__device__ __forceinline__ void named_sync(int name, int threads) { asm volatile("bar.sync %0, %1;" ::"r"(name), "r"(threads) : "memory"); }
-__device__ __forceinline__ void named_arrive(int name, int threads) {
-  asm volatile("bar.arrive %0, %1;" ::"r"(name), "r"(threads) : "memory");
 }
 
 // fence.proxy.async ("membar / fence"): this thread's stores to shared memory, before what wgmma and the copy engine read after a barrier.
