@@ -9,6 +9,7 @@ tests do with their sample, and takes several times as long. What the result fil
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
 import multiprocessing
 import os
@@ -27,13 +28,14 @@ XLA_FLAGS = (
     "--xla_cpu_multi_thread_eigen=false --xla_cpu_parallel_codegen_split_count=1 "
     "--xla_backend_extra_options=xla_cpu_disable_new_fusion_emitters=true"
 )
-"""One thread a process, since there are as many as cores, and the older emitters, which compile faster."""
+"""One thread, and the older emitters, which compile faster."""
 _kept: list[Any] = []
 """What a worker holds for its life: the fakes, and the engine over them."""
 
 
-def start(library: Path) -> None:
-    """Put the ck engine of a worker over the fakes. JAX starts in the workers alone."""
+def start(library: Path, processors: multiprocessing.SimpleQueue[int]) -> None:
+    """Give a worker one processor, so that what it starts has one thread, and put its ck engine over the fakes. JAX starts here alone."""
+    os.sched_setaffinity(0, {processors.get()})
     import pytest
     from engine_fakes import Fakes, installed
 
@@ -69,7 +71,11 @@ def results(chosen: dict[str, list[Cell]], processes: int, *, compiled: bool) ->
     os.environ |= {"JAX_PLATFORMS": "cpu", "OMP_NUM_THREADS": "1", "XLA_FLAGS": XLA_FLAGS}
     with tempfile.TemporaryDirectory() as folder:
         library = build(Path(folder))[0]
-        with multiprocessing.get_context("spawn").Pool(processes, start, (library,)) as pool:
+        context = multiprocessing.get_context("spawn")
+        processors = context.SimpleQueue()
+        for _, processor in zip(range(processes), itertools.cycle(os.sched_getaffinity(0)), strict=False):
+            processors.put(processor)
+        with context.Pool(processes, start, (library, processors)) as pool:
             yield from pool.imap_unordered(partial(failures, compiled=compiled), chosen.items())
 
 
