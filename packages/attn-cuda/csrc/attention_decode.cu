@@ -304,14 +304,18 @@ __global__ void __launch_bounds__(kSummers + kLoaders, 2) values_kernel(const __
 
   const bool loads = threadIdx.x < kLoaders;
   const int loader = static_cast<int>(threadIdx.x), summer = warp_id() - kLoaders / kLanes;
-  // A loader has eight columns of every kValueKeys-th key, and P of four keys of every kProbRows-th row: rows lie one behind the other.
+  // A loader has eight columns of every kValueKeys-th key, and P of four keys of every kProbRows-th row.
   constexpr int kPieces = kLanes / 8, kValueKeys = kLoaders / kPieces, kProbRows = kLoaders / (kStepKeys / 4);
   const int value_key = loader / kPieces, value_column = loader % kPieces * 8;
   const int prob_row = loader / (kStepKeys / 4), prob_key = loader % (kStepKeys / 4) * 4;
   const auto* const values = static_cast<const T*>(problem.v.data) + work.v_base + first_column + value_column;
   const int32_t keys_seen = first_column + value_column < problem.v.columns ? item.count : 0;
-  const int64_t next_probs = kProbRows * arguments.wave * attn::kTile;
-  const int rows = static_cast<int>(min(rows_of(problem, item) - work.block * kRows, static_cast<int64_t>(kRows)));
+  const float* probs[kRows / kProbRows];  // of the first step; null: no such row
+#pragma unroll
+  for (int r = 0; r < kRows / kProbRows; ++r) {
+    const Row row = loads ? block.rows[prob_row + r * kProbRows] : Row{-1, 0};
+    probs[r] = row.head < 0 ? nullptr : scores_of(arguments, row_index(problem, item, row), 0) + (first - wave_begin) + prob_key;
+  }
   // Stored keys of the step whose first slot is `slot`, negative where there is none: found a step before they are needed.
   int32_t stored[kStepKeys / kValueKeys];
   const auto find_stored = [&](int32_t slot) {
@@ -321,7 +325,7 @@ __global__ void __launch_bounds__(kSummers + kLoaders, 2) values_kernel(const __
       stored[i] = logical < 0 || logical >= keys_seen ? -1 : static_cast<int32_t>(stored_key(item, of));
     }
   };
-  const auto start = [&](Keys& step, const float* probs) {
+  const auto start = [&](Keys& step, int64_t key) {
 #pragma unroll
     for (int i = 0; i < kStepKeys / kValueKeys; ++i) {
       const bool present = stored[i] >= 0;
@@ -331,8 +335,8 @@ __global__ void __launch_bounds__(kSummers + kLoaders, 2) values_kernel(const __
       if constexpr (sizeof(T) == 4) copy_async(at + 4, from + 4, present);
     }
 #pragma unroll
-    for (int r = 0; r < kRows; r += kProbRows)
-      if (prob_row + r < rows) copy_async(&step.probs[prob_row + r][prob_key], probs + r / kProbRows * next_probs, true);
+    for (int r = 0; r < kRows / kProbRows; ++r)
+      if (probs[r] != nullptr) copy_async(&step.probs[prob_row + r * kProbRows][prob_key], probs[r] + key, true);
   };
 
   // Neighbouring lanes have the same columns of different rows.
@@ -365,16 +369,14 @@ __global__ void __launch_bounds__(kSummers + kLoaders, 2) values_kernel(const __
     if (loads) {
       int to = 0;
       int32_t slot = static_cast<int32_t>(first) + value_key;
-      const float* probs = scores_of(arguments, row_index(problem, item, block.rows[0]) + prob_row, 0) + (first - wave_begin) + prob_key;
       find_stored(slot);
       // A step arrives kArriving steps after its copies began.
 #pragma unroll 1
       for (int i = 0, stage = 0; i < count + kArriving; ++i, stage = after(stage)) {
         if (i < count) {
           if (i >= kStages) wait_until(emptied(stage));
-          start(steps[stage], probs);
+          start(steps[stage], static_cast<int64_t>(i) * kStepKeys);
           slot += kStepKeys;
-          probs += kStepKeys;
           find_stored(slot);
         }
         end_copy_group();
