@@ -25,20 +25,22 @@ constexpr int kSumsAtOnce = 4;
 template <bool Wide>
 using Copies = RowCopies<2, Wide>;
 
-// Bytes of a staged row.
+// Bytes of the scores and dP of a staged row, and with P.
+__host__ __device__ constexpr int64_t operand_bytes(int64_t tiles, int size, int dp_size) {
+  return staged_bytes(tiles * kRowTile, size) + staged_bytes(tiles * kRowTile, dp_size);
+}
 __host__ __device__ constexpr int64_t row_bytes(int64_t tiles, int size, int dp_size) {
-  const int64_t slots = tiles * kRowTile;
-  return staged_bytes(slots, size) + staged_bytes(slots, dp_size) + (size == sizeof(float) ? 0 : slots * sizeof(float));
+  return operand_bytes(tiles, size, dp_size) + (size == 4 ? 0 : 4 * tiles * kRowTile);
 }
 
 template <bool Staged>
 __device__ __forceinline__ Shared shared_of_team(char* storage, int64_t keys, int size, int dp_size, int place) {
-  const int tiles = static_cast<int>((keys + kRowTile - 1) / kRowTile), slots = tiles * kRowTile;
+  const int tiles = static_cast<int>((keys + kRowTile - 1) / kRowTile);
   const int staged = Staged ? static_cast<int>(row_bytes(tiles, size, dp_size)) : 0;
   char* mine = storage + place * team_bytes(tiles, staged, kBackwardBytes) + kPiece;
-  char* dp = mine + staged_bytes(slots, size);
+  const int operands = static_cast<int>(operand_bytes(tiles, size, dp_size));
   auto* sums = reinterpret_cast<float*>(mine + staged);
-  return Shared{mine, dp, reinterpret_cast<float*>(dp + staged_bytes(slots, dp_size)), sums,
+  return Shared{mine, mine + staged_bytes(tiles * kRowTile, size), reinterpret_cast<float*>(mine + operands), sums,
                 reinterpret_cast<bool*>(sums + min(tiles, kChunk) + kSumsAtOnce)};
 }
 
@@ -87,6 +89,14 @@ __device__ __forceinline__ float add_sums(const float* sums, int count, float de
   return delta;
 }
 
+// Starts the copies of one row.
+template <typename In, typename Cotangent, bool Masked, bool Wide>
+__device__ __forceinline__ void start_row(const SoftmaxBackward& arguments, int64_t row, const Shared& shared, Copies<Wide>& copies) {
+  const Keys keys = keys_of_row<Masked>(arguments.axes, arguments.mask, arguments.keys, row);
+  copies.template start<Masked>(shared.scores, scores_of<In>(arguments.axes, arguments.scores, row), keys);
+  copies.template start<Masked>(shared.dp, scores_of<Cotangent>(arguments.axes, arguments.dprobs, row), keys);
+}
+
 // One row whose dP is of type Cotangent.
 template <typename In, typename Cotangent, int V, bool Masked, bool Wide, bool Staged>
 __device__ __forceinline__ void find_gradients(const SoftmaxBackward& arguments, int64_t row, int turn, const Shared& shared,
@@ -97,10 +107,6 @@ __device__ __forceinline__ void find_gradients(const SoftmaxBackward& arguments,
   const Cotangent* dprobs = scores_of<Cotangent>(axes, arguments.dprobs, row);
   const Keys keys = keys_of_row<Masked>(axes, arguments.mask, arguments.keys, row);
   const int tiles = keys.tiles(), lane = team.lane;
-  if constexpr (Staged) {
-    copies.template start<Masked>(shared.scores, scores, keys);
-    copies.template start<Masked>(shared.dp, dprobs, keys);
-  }
   // A row without a state has masked keys alone, all of them stored as +0.
   const attn::RowState state{arguments.row_max[row], arguments.row_sum[row]};
   const Divisor sum = divisor(state.sum);
@@ -156,6 +162,19 @@ __device__ __forceinline__ void find_gradients(const SoftmaxBackward& arguments,
   if constexpr (Masked) store_zeros(dscores, keys.kept, static_cast<int>(arguments.keys), team.member, team.size);
 }
 
+// The rows of a team.
+template <typename In, typename Cotangent, int V, bool Masked, bool Wide, bool Staged>
+__device__ __forceinline__ void find_all_gradients(const SoftmaxBackward& arguments, const Shared& shared, const Team<Wide>& team,
+                                                   Copies<Wide>& copies) {
+  const int64_t step = static_cast<int64_t>(gridDim.x) * team.teams(), rows = arguments.axes.rows;
+  int64_t row = static_cast<int64_t>(blockIdx.x) * team.teams() + team.place();
+  for (int turn = 0; row < rows; row += step, ++turn) {
+    if constexpr (Staged) start_row<In, Cotangent, Masked>(arguments, row, shared, copies);
+    find_gradients<In, Cotangent, V, Masked, Wide, Staged>(arguments, row, turn, shared, team, copies);
+    copies.end();
+  }
+}
+
 template <typename In, int V, bool Masked, bool Wide, bool Staged>
 __global__ void __launch_bounds__(Wide ? kBackwardThreads : kNarrowThreads, Wide ? kWideBlocks : 1)
     softmax_backward_kernel(const __grid_constant__ SoftmaxBackward arguments) {
@@ -165,15 +184,10 @@ __global__ void __launch_bounds__(Wide ? kBackwardThreads : kNarrowThreads, Wide
   const Shared shared = shared_of_team<Staged>(reinterpret_cast<char*>(storage), arguments.keys, sizeof(In),
                                                is_float ? sizeof(float) : sizeof(In), team.place());
   Copies<Wide> copies(shared.scores - kPiece, team);
-  const int64_t step = static_cast<int64_t>(gridDim.x) * team.teams();
-  int64_t row = static_cast<int64_t>(blockIdx.x) * team.teams() + team.place();
-  for (int turn = 0; row < arguments.axes.rows; row += step, ++turn) {
-    if (is_float) {
-      find_gradients<In, float, V, Masked, Wide, Staged>(arguments, row, turn, shared, team, copies);
-    } else {
-      find_gradients<In, In, V, Masked, Wide, Staged>(arguments, row, turn, shared, team, copies);
-    }
-    copies.end();
+  if (is_float) {
+    find_all_gradients<In, float, V, Masked, Wide, Staged>(arguments, shared, team, copies);
+  } else {
+    find_all_gradients<In, In, V, Masked, Wide, Staged>(arguments, shared, team, copies);
   }
 }
 
