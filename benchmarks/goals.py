@@ -96,42 +96,50 @@ def times_as_fast(file: str, contender: str, beside: str, **row: Any) -> Figure:
 
 
 LONG_ROWS = Reason(
-    "Two exponentials an element, of separately rounded operations, bind it by arithmetic; a row of 6544 keys leaves room for fewer "
-    "blocks in shared memory. Rows of 7401 were not profiled.",
-    "Choose the warps of a row by how many rows then fit a multiprocessor.",
+    "Two exponentials an element, of separately rounded operations, bind it by arithmetic: it issues in 82 % (6544 keys) and 88 % "
+    "(7401) of the cycles, and a row of 6544 keys leaves room for fewer blocks in shared memory (63 % of the warps, 73 % at 4608). "
+    "The forward has changed little since: 0.69 and 0.75 (softmax-variants-h200.json).",
+    "Rows copied whole by the copy engine where they are long: 0.72 and 0.78 there.",
 )
 HALVES_BACKWARD = Reason(
-    "The backward of halves was not profiled.",
-    "Profile it beside torch's, 6544 keys first.",
+    "Of the kernel before: 37 to 60 KiB of shared memory a row left room for 46 to 55 % of the warps, which waited for their rows "
+    "(long scoreboard 3.5 cycles an instruction) and issued in 63 to 76 % of the cycles. Rows are copied as they are stored now: "
+    "1.35, 1.12 and 1.58 (softmax-variants-h200.json).",
+    "Profile the present kernel at 6544 keys.",
 )
 V2_HALVES = Reason(
-    "Halves have half the bytes to hide the arithmetic behind: 0.76 of the issue slots are used, for about 29 instructions an element "
-    "and lane, and the goal would need 24, of which 13.5 are the exponential as the contract states it.",
+    "Halves have half the bytes to hide the arithmetic behind: 0.70 to 0.75 of the issue slots are used, for about 29 instructions an"
+    " element and lane, and the goal would need 24, of which 13.5 are the exponential as the contract states it.",
     "Fewer instructions around it: conversions in pairs, merges of tiles and the half tile at a row's end.",
 )
 V2_BACKWARD = Reason(
-    "Not profiled; it computes P again, so it has the exponential whose issue binds the forward of halves.",
-    "Profile it; float32 of 4608 keys is nearest to the goal.",
+    "Of the kernel before: at 107 to 111 registers a thread 21 to 24 % of the warps were there, whose loads waited for the row's "
+    "state, and device memory was busy 67 to 80 % of the time. The loads come first now: float32 1.00, 1.01 and 0.96, bfloat16 0.71, "
+    "0.67 and 0.52 (softmax-variants-h200.json).",
+    "The next row of halves copied while one is at work: 0.82, 0.79 and 0.64 there.",
 )
 TRITON_FORWARD = Reason(
-    "Not profiled since rows of `ordered-v2` stay in registers. Halves have half the bytes to hide the arithmetic behind, rows that do not "
-    "begin on 16 bytes are read one element a load, and the tiles after a row's last whole step are computed together, whole where they "
-    "are more than one.",
-    "Profile it, halves first; sums of the eight elements that a lane of halves reads at once, without five shuffles for each of them.",
+    "Of the kernel before, which computed the exponentials twice. Rows of `ordered-v2` stay in registers now, a warp a tile: 0.96 and"
+    " 0.86 of a copy in float32 at 4608 and 7401 keys, 0.68 and 0.55 in bfloat16 (softmax-triton-variants-h200.json). Halves have "
+    "half the bytes to hide the arithmetic behind, and rows that do not begin on 16 bytes are read one element a load.",
+    "Sums of the eight elements that a lane of halves reads at once, without five shuffles for each of them.",
 )
 TRITON_BACKWARD = Reason(
-    "Not profiled since rows of `ordered-v2` stay in registers: P and dP take about 200 of a thread, which leaves room for eight to ten "
-    "warps on a multiprocessor.",
+    "Of the kernel before, whose eight warps shared a tile and met for every level of the trees. A warp has a tile now: 1.00 and 0.81"
+    " of a copy in float32 at 4608 and 7401 keys, 0.74 in bfloat16 at 4608 (softmax-triton-variants-h200.json). P and dP take about "
+    "200 registers of a thread, which leaves room for eight to ten warps on a multiprocessor.",
     "Profile it, rows that do not begin on 16 bytes first.",
 )
 FEW_ROWS = Reason(
-    "The call is bound by its launch and the time of one row: 24 rows leave most multiprocessors idle, and a row's exponentials, the "
-    "merge of its tiles and its division follow one another. Not profiled.",
-    "Spread a row's tiles over more warps where rows are few.",
+    "The call is bound by its launch and the time of one row: of the forward the kernel itself takes 6.0 us (ordered-v1) and 5.2 to "
+    "5.4 (ordered-v2) beside torch's 5.3, at 2 to 6 % of the issue slots. Before every backward two kernels of torch filled zeros, 2 "
+    "us each, which they do no more: without them it takes 7.7 to 8.3 us beside torch's 9.5 to 10.5 (softmax-variants-h200.json).",
+    "Launch fewer threads a row where rows are few.",
 )
 TRITON_FEW_ROWS = Reason(
-    "Under `ordered-v1` 24 programs of one warp go through their rows tile by tile, each lane 144 elements one after another; `ordered-v2` "
-    "has a warp a tile. Not profiled.",
+    "Under `ordered-v1` 24 programs of one warp go through their rows tile by tile, each lane 144 elements one after another: 31 to "
+    "35 us of the kernel. `ordered-v2` has a warp a tile now and takes 7.2 to 7.7 us, about torch's time forward and 0.7 of it "
+    "backward (softmax-triton-variants-h200.json).",
     "A warp a tile under `ordered-v1` too.",
 )
 CUDA_PRODUCTS = Reason(
@@ -178,13 +186,16 @@ TRITON_SHORT = Reason(
     "One launch for all segments; blocks of fewer rows where a segment or window is shorter than a block.",
 )
 AV_CHAINS = Reason(
-    "Not profiled. By count issue slots are the limit: for four FMAs a key a warp issues two conversions, a load of values and half a "
-    "load of P, and each multiprocessor partition also runs one of the four warps that load.",
+    "Of the kernel before, whose warps had one row each: shared memory was busy 89 % of the time with 16 queries. A lane has two "
+    "columns and one or two rows now: 2.44, 2.67 and 3.10 times the chain at 32768 keys with 1, 4 and 16 queries (decode-"
+    "variants-h200.json). By count issue slots are its limit: for four FMAs a key a warp issues two conversions, a load of values and"
+    " half a load of P, and each part of a multiprocessor also runs one of the four warps that load.",
     "Fewer instructions of the loaders, or the copy engine in their place.",
 )
 TRITON_AV_CHAINS = Reason(
-    "Not profiled; a thread has four outputs, whose FMAs of a key fill the latency of the one before, so the loads between them are "
-    "in the way of the chain.",
+    "One warp a block with one query and four with more issue in 3 to 37 % of the cycles: a thread has four outputs, whose FMAs of a "
+    "key fill the latency of the one before, so the loads of shared memory between them (short scoreboard 0.3 to 0.9 cycles an "
+    "instruction) are in the way of the chain.",
     "Two outputs a thread, and the next keys read ahead through registers.",
 )
 EAGER = Reason(
