@@ -189,8 +189,7 @@ AV_CHAINS = Reason(
     "Of the kernel before, whose warps had one row each: shared memory was busy 89 % of the time with 16 queries. A lane has two "
     "columns and one or two rows now: 2.44, 2.67 and 3.10 times the chain at 32768 keys with 1, 4 and 16 queries ("
     "decode-variants-h200.json). By count issue slots are its limit: for four FMAs a key a warp issues two conversions, a load of values "
-    "and"
-    " half a load of P, and each part of a multiprocessor also runs one of the four warps that load.",
+    "and half a load of P, and each part of a multiprocessor also runs one of the four warps that load.",
     "Fewer instructions of the loaders, or the copy engine in their place.",
 )
 TRITON_AV_CHAINS = Reason(

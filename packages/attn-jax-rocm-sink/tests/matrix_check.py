@@ -16,7 +16,7 @@ _LIMITS = {"float32": 2.0**-16, "bfloat16": 2.0**-7, "float16": 2.0**-10}
 """Largest error beside the largest value: sums in float32, then one rounding to the dtype."""
 _LIMITS_OF_CK = {"float32": 2.0**-16, "bfloat16": 2.0**-6, "float16": 2.0**-9}
 """Its gradients, that of the sinks among them, come of an output that is rounded, and are rounded before they are summed over groups."""
-_OF_DELTA = 4.0
+_OF_DELTA = 2.0
 """How much larger the limit of ck's dq, dk, dbias and dsinks is under dropout: each holds differences from delta, the sum of dO times that
 output, whose terms dropout makes larger than the results. In float16 these errors are an eighth of those in bfloat16."""
 
