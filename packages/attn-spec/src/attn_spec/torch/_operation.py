@@ -51,8 +51,8 @@ class Operation:
         tensors: how many arguments, from the first, are tensors or None; the rest are plain values.
         gradient: the formula that is registered too.
         rule: makes the rule of torch.vmap from this operation.
-        inference: the first results alone, for plain calls without a gradient, from the tuple of arguments and how many are wanted;
-            default ``kernel``.
+        inference: the first results alone, from the tuple of arguments and how many are wanted, for plain calls without a gradient that
+            want no more; default ``kernel``.
     """
 
     def __init__(
@@ -64,8 +64,8 @@ class Operation:
         rule: Callable[[Callable[..., Any]], Any],
         inference: Callable[..., Any] | None = None,
     ) -> None:
-        self._registered, self._tensors = registered, tensors
-        self._inference = inference or (lambda arguments, wanted: kernel(*arguments))
+        self._registered, self._kernel, self._tensors = registered, kernel, tensors
+        self._inference = inference
         self.vmap = rule(self)
         setup, formula = gradient
         members = {"setup_context": staticmethod(setup), "backward": staticmethod(formula)}
@@ -76,7 +76,7 @@ class Operation:
         self._transformed = _function(name, {**members, "forward": staticmethod(registered), "vmap": staticmethod(self.vmap)})
 
     def __call__(self, *arguments: Any, wanted: int = 0) -> Any:
-        """Results of the operator; ``wanted`` says that the caller needs only as many, the first ones, and others may be left out."""
+        """Results of the operator: all, or if some are ``wanted`` at least as many, the first ones."""
         if watched():
             return self._visible(*arguments)
         needs = False
@@ -85,7 +85,9 @@ class Operation:
                 if type(tensor) not in PLAIN or tensor.is_neg():
                     return self._registered(*arguments)
                 needs = needs or tensor.requires_grad
-        return self.record(*arguments) if needs and torch.is_grad_enabled() else self._inference(arguments, wanted)
+        if needs and torch.is_grad_enabled():
+            return self.record(*arguments)
+        return self._inference(arguments, wanted) if wanted and self._inference else self._kernel(*arguments)
 
     def record(self, *arguments: Any) -> Any:
         """All results, with a graph for the gradients. For plain tensors, one of which needs a gradient, while nothing watches."""
