@@ -14,7 +14,7 @@ from attn_triton._scores_kernel import QUARTER, row_values, scores_of, tree_max,
 from attn_triton._softmax_kernel import _merge, exp_nonpositive, max_nan
 from attn_triton._visibility_kernel import again, find_work, keys_at, rows_at, sizes_of, slot_range
 
-__all__ = ["attention_row_states", "log_sum"]
+__all__ = ["attention_row_states", "store_states"]
 
 TILE = tl.constexpr(256)
 NEGATIVE_INFINITY = tl.constexpr(float("-inf"))
@@ -52,10 +52,24 @@ def _ln(z):
 
 
 @device_function
-def log_sum(m, s):
+def _log_sum(m, s):
     """LSE of row states; that of a dead row is -inf."""
     dead = m == NEGATIVE_INFINITY
     return tl.where(dead, NEGATIVE_INFINITY, (m + _ln(tl.where(dead, 1.0, s))) + 0.0)
+
+
+@device_function
+def store_states(arrays, sizes, item, rows, m, s, lse, row_max, row_sum):
+    """LSE and states of rows: those of their keys, then the sink, a tile whose exponentials sum to 1."""
+    if arrays.sinks is not None:
+        sink = tl.load(arrays.sinks + rows.head, mask=rows.present, other=NEGATIVE_INFINITY)
+        # exp(sink - maximum) is NaN for an infinite sink, which alone in its row is copied.
+        total = tl.where((sink == float("inf")) & (m != NEGATIVE_INFINITY), float("nan"), 1.0)
+        m, s = _merge(m, s, sink, total)
+    at = row_values(arrays, sizes, item, rows)
+    tl.store(lse + at, _log_sum(m, s), mask=rows.present)
+    tl.store(row_max + at, m, mask=rows.present)
+    tl.store(row_sum + at, s, mask=rows.present)
 
 
 @device_function
@@ -116,10 +130,4 @@ def attention_row_states(
         tile_max, tile_sum = _tile_state(arrays, sizes, item, work.kv_head, rows, first, ROWS, KEYS, CHUNK, DOT)
         m, s = _merge(m, s, tile_max, tile_sum)
     rows = rows_at(arrays, sizes, item, work.kv_head, again(work.block, DOT) * ROWS, ROWS)
-    if arrays.sinks is not None:
-        sink = tl.load(arrays.sinks + rows.head, mask=rows.present, other=NEGATIVE_INFINITY)
-        m, s = _merge(m, s, sink, tl.full([ROWS], 1.0, tl.float32))
-    at = row_values(arrays, sizes, item, rows)
-    tl.store(lse + at, log_sum(m, s), mask=rows.present)
-    tl.store(row_max + at, m, mask=rows.present)
-    tl.store(row_sum + at, s, mask=rows.present)
+    store_states(arrays, sizes, item, rows, m, s, lse, row_max, row_sum)

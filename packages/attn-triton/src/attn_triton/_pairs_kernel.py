@@ -11,7 +11,7 @@ those are written and read that some row of the block sees. ``ranges`` [blocks, 
 import triton
 import triton.language as tl
 
-from attn_triton._attention_forward_kernel import log_sum
+from attn_triton._attention_forward_kernel import store_states
 from attn_triton._chain_kernel import chain, widened
 from attn_triton._device_function import device_function
 from attn_triton._scores_kernel import final_scores, key_rows, query_rows, row_values
@@ -173,13 +173,7 @@ def merge_states(arrays, sizes, plan, first, ranges, tile_max, tile_sum, lse, ro
     s = tl.full([BLOCK], 0, tl.float32)
     for tile in range(count):
         m, s = _merge(m, s, tl.load(tile_max + (line * tiles + tile)), tl.load(tile_sum + (line * tiles + tile)))
-    if arrays.sinks is not None:
-        sink = tl.load(arrays.sinks + rows.head, mask=rows.present, other=NEGATIVE_INFINITY)
-        m, s = _merge(m, s, sink, tl.full([BLOCK], 1.0, tl.float32))
-    at = row_values(arrays, sizes, work.item, rows)
-    tl.store(lse + at, log_sum(m, s), mask=rows.present)
-    tl.store(row_max + at, m, mask=rows.present)
-    tl.store(row_sum + at, s, mask=rows.present)
+    store_states(arrays, sizes, work.item, rows, m, s, lse, row_max, row_sum)
 
 
 @device_function
