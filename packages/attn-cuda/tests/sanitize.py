@@ -39,6 +39,8 @@ OWN_KERNELS = ("--kernel-name", "kns=attn_cuda")
 """initcheck must see the writes of torch's kernels too; the other tools check attn_cuda's alone."""
 SUMMARY = re.compile(r"(?:ERROR SUMMARY: (\d+) error|RACECHECK SUMMARY: \d+ hazards? displayed \((\d+) errors?, (\d+) warnings?\))")
 LESS_SHARED_MEMORY = re.compile(r"::(?:(?:attention_forward|query_sums|key_sums)_kernel<\d+, [24]>|bias_sums_kernel<16>)")
+BARRIERS = ("--num-cuda-barriers", "32")
+"""Of a block, at most. synccheck would count the instructions that initialise one, of which each warp may execute the same."""
 FIRST_PORT = 49152
 CONTROL = Path(__file__).with_name("racecheck_control.cu")
 AS_THE_KERNEL, RACE_OF_RING = "one lane arrives for its warp", "readers arrive before they read"
@@ -121,7 +123,7 @@ def plain(part: str, folder: Path, device: str, deadline: float) -> tuple[Outcom
 def checked(sanitizer: str, tool: str, part: str, port: int, device: str, deadline: float) -> Outcome:
     """One tool on one part."""
     filters = () if tool == "initcheck" else OWN_KERNELS
-    options = ("--launch-timeout", "300", "--port", str(port), "--error-exitcode", "9")
+    options = ("--launch-timeout", "300", "--port", str(port), "--error-exitcode", "9", *(BARRIERS if tool == "synccheck" else ()))
     command = [sanitizer, "--tool", tool, *filters, *options, sys.executable, str(WORK), "--part", part]
     code, output, seconds = run(command, deadline, PYTORCH_NO_CUDA_MEMORY_CACHING="1", CUDA_VISIBLE_DEVICES=device)
     errors = None if code is None else summarised(output)
@@ -129,7 +131,7 @@ def checked(sanitizer: str, tool: str, part: str, port: int, device: str, deadli
     if code is None:
         return Outcome(tool, part, None, seconds, f"stopped after {seconds} s")
     in_rings = sum(READS_BULK_COPIES.match(kernel) is not None for kernel in RACE.findall(output))
-    return Outcome(tool, part, errors if errors or ended else None, seconds, "" if ended else tail(output), in_rings)
+    return Outcome(tool, part, errors if errors or ended else None, seconds, "" if ended else reports(output), in_rings)
 
 
 def control_reports(sanitizer: str, folder: Path, deadline: float) -> dict[str, int | None]:
@@ -161,6 +163,12 @@ def earlier(document: dict[str, Any], fingerprint: str) -> list[Outcome]:
     if found != fingerprint:
         raise ValueError(f"the earlier run was of build {found}, and this is {fingerprint}")
     return [Outcome(**row) for row in document["runs"] if row["tool"] != "none" and row["errors"] == 0]
+
+
+def reports(output: str, lines: int = 12) -> str:
+    """The first lines that a tool printed, or the last ones of the program."""
+    found = re.search("^=========(?! COMPUTE-SANITIZER)", output, re.MULTILINE)
+    return "\n".join(output[found.start() :].splitlines()[:lines]) if found else tail(output)
 
 
 def tail(output: str, lines: int = 30) -> str:

@@ -12,6 +12,8 @@ from typing import Any
 import attn_reference
 import pytest
 from attn_reference.backend import BACKEND as REFERENCE
+from attn_spec.torch._operation import watched
+from torch.profiler import ProfilerActivity, profile
 
 HERE = Path(__file__).parent
 
@@ -137,6 +139,22 @@ def test_a_tool_that_fails_or_does_not_end_has_no_result(tmp_path: Path, body: s
     tool.chmod(0o755)
     found = sanitize.checked(str(tool), "racecheck", "1/2", 50000, "0", time.monotonic() + (0.5 if "sleep" in body else 30))
     assert found.errors == errors and bool(found.text) == (errors != 0) and found.in_rings == (1 if errors == 2 else 0)
+
+
+def test_the_first_report_of_a_tool_is_kept() -> None:
+    output = (
+        "========= COMPUTE-SANITIZER\nfirst\n========= Barrier error detected\n" + "frame\n" * 100 + "========= ERROR SUMMARY: 1 error\n"
+    )
+    assert sanitize.reports(output).splitlines() == ["========= Barrier error detected", *["frame"] * 11]
+    assert sanitize.reports("========= COMPUTE-SANITIZER\nstopped\n").endswith("stopped")
+
+
+def test_kernels_are_recorded_of_the_ways_without_a_profiler() -> None:
+    with profile(activities=[ProfilerActivity.CPU]):
+        assert watched()
+        with work.as_without_a_profiler():
+            assert not watched()
+        assert watched()
 
 
 @pytest.fixture

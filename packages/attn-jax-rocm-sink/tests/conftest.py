@@ -1,4 +1,4 @@
-"""Fixtures of the engines that run over fakes here."""
+"""Where tests run, and fixtures of the engines that run over fakes here."""
 
 from __future__ import annotations
 
@@ -8,8 +8,19 @@ import os
 from collections.abc import Iterator
 from pathlib import Path
 
+import jax
 import pytest
 from engine_fakes import Fakes, build, installed
+
+
+@pytest.fixture(autouse=True)
+def on_the_cpu(request: pytest.FixtureRequest) -> Iterator[None]:
+    """Tests run on JAX's CPU where it has a GPU too, but for those that name one."""
+    if "gpu" in request.path.stem:
+        yield
+        return
+    with jax.default_device(jax.local_devices(backend="cpu")[0]):
+        yield
 
 
 @pytest.fixture(scope="session")
