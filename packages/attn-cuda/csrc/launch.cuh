@@ -35,7 +35,7 @@ constexpr int kChunk = 1024;  // tiles whose states a block holds at a time
 // Shared memory of a row of `tiles` tiles, in pieces of 16 bytes: `staged` bytes, `of_tile` for each of kChunk tiles, and what belongs to
 // the row.
 __host__ __device__ constexpr int64_t team_bytes(int64_t tiles, int64_t staged, int of_tile) {
-  constexpr int kOfRow = 80;
+  constexpr int kOfRow = 64;
   return (staged + (tiles < kChunk ? tiles : kChunk) * of_tile + kOfRow + 15) / 16 * 16;
 }
 

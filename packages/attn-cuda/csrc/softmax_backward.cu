@@ -10,8 +10,8 @@ constexpr float kMasked = -1.0f;  // stands for the P of a masked key, which no 
 
 constexpr int kBackwardBytes = sizeof(float) + sizeof(bool);  // of a tile besides P and dP
 
-// One row in shared memory for a team, after what its RowCopies take: scores and dP as they are stored, and P as binary32, in the place of
-// the scores where these are binary32 too.
+// One row in shared memory for a team: scores and dP as they are stored, and P as binary32, in the place of the scores where these are
+// binary32 too.
 // Of each tile whether it is narrow, hence without a masked key; the sums of kChunk tiles, and zeros up to a multiple of kSumsAtOnce.
 struct Shared {
   char* scores;
@@ -37,7 +37,7 @@ template <bool Staged>
 __device__ __forceinline__ Shared shared_of_team(char* storage, int64_t keys, int size, int dp_size, int place) {
   const int tiles = static_cast<int>((keys + kRowTile - 1) / kRowTile);
   const int staged = Staged ? static_cast<int>(row_bytes(tiles, size, dp_size)) : 0;
-  char* mine = storage + place * team_bytes(tiles, staged, kBackwardBytes) + kPiece;
+  char* mine = storage + place * team_bytes(tiles, staged, kBackwardBytes);
   const int operands = static_cast<int>(operand_bytes(tiles, size, dp_size));
   auto* sums = reinterpret_cast<float*>(mine + staged);
   return Shared{mine, mine + staged_bytes(tiles * kRowTile, size), reinterpret_cast<float*>(mine + operands), sums,
@@ -183,7 +183,8 @@ __global__ void __launch_bounds__(Wide ? kBackwardThreads : kNarrowThreads, Wide
   const bool is_float = sizeof(In) == sizeof(float) || arguments.dprobs.is_float;
   const Shared shared = shared_of_team<Staged>(reinterpret_cast<char*>(storage), arguments.keys, sizeof(In),
                                                is_float ? sizeof(float) : sizeof(In), team.place());
-  Copies<Wide> copies(shared.scores - kPiece, team);
+  __shared__ uint64_t barriers[Wide ? 1 : kNarrowThreads / kLanes];
+  Copies<Wide> copies(barriers, team);
   if (is_float) {
     find_all_gradients<In, float, V, Masked, Wide, Staged>(arguments, shared, team, copies);
   } else {

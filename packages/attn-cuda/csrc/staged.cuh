@@ -16,14 +16,18 @@ __host__ __device__ constexpr int64_t staged_bytes(int64_t slots, int size) { re
 template <int Rows, bool Wide>
 class RowCopies {
  public:
-  // `shared`: kPiece bytes.
-  __device__ __forceinline__ RowCopies(char* shared, const Team<Wide>& team) : barrier_(reinterpret_cast<uint64_t*>(shared)), team_(team) {
+  // `barriers`: one for each team of the block, in shared memory. Every thread of the block comes here, of which one initialises all, since
+  // synccheck of compute-sanitizer is misled by initialisations at addresses that differ between threads.
+  template <int Teams>
+  __device__ __forceinline__ RowCopies(uint64_t (&barriers)[Teams], const Team<Wide>& team)
+      : barrier_(barriers + team.place()), team_(team) {
 #if __CUDA_ARCH__ >= 900
-    if (team.member == 0) {
-      hopper::barrier_init(barrier_, Rows);
+    if (threadIdx.x == 0) {
+#pragma unroll
+      for (uint64_t& barrier : barriers) hopper::barrier_init(&barrier, Rows);
       hopper::barrier_init_fence();
     }
-    team.sync();
+    __syncthreads();
 #endif
   }
 

@@ -39,8 +39,6 @@ OWN_KERNELS = ("--kernel-name", "kns=attn_cuda")
 """initcheck must see the writes of torch's kernels too; the other tools check attn_cuda's alone."""
 SUMMARY = re.compile(r"(?:ERROR SUMMARY: (\d+) error|RACECHECK SUMMARY: \d+ hazards? displayed \((\d+) errors?, (\d+) warnings?\))")
 LESS_SHARED_MEMORY = re.compile(r"::(?:(?:attention_forward|query_sums|key_sums)_kernel<\d+, [24]>|bias_sums_kernel<16>)")
-BARRIERS = ("--num-cuda-barriers", "32")
-"""Of a block, at most. synccheck would count the instructions that initialise one, of which each warp may execute the same."""
 FIRST_PORT = 49152
 CONTROL = Path(__file__).with_name("racecheck_control.cu")
 AS_THE_KERNEL, RACE_OF_RING = "one lane arrives for its warp", "readers arrive before they read"
@@ -123,7 +121,7 @@ def plain(part: str, folder: Path, device: str, deadline: float) -> tuple[Outcom
 def checked(sanitizer: str, tool: str, part: str, port: int, device: str, deadline: float) -> Outcome:
     """One tool on one part."""
     filters = () if tool == "initcheck" else OWN_KERNELS
-    options = ("--launch-timeout", "300", "--port", str(port), "--error-exitcode", "9", *(BARRIERS if tool == "synccheck" else ()))
+    options = ("--launch-timeout", "300", "--port", str(port), "--error-exitcode", "9")
     command = [sanitizer, "--tool", tool, *filters, *options, sys.executable, str(WORK), "--part", part]
     code, output, seconds = run(command, deadline, PYTORCH_NO_CUDA_MEMORY_CACHING="1", CUDA_VISIBLE_DEVICES=device)
     errors = None if code is None else summarised(output)
