@@ -96,50 +96,54 @@ def times_as_fast(file: str, contender: str, beside: str, **row: Any) -> Figure:
 
 
 LONG_ROWS = Reason(
-    "Two exponentials an element, of separately rounded operations, bind it by arithmetic: it issues in 82 % (6544 keys) and 88 % "
-    "(7401) of the cycles, and a row of 6544 keys leaves room for fewer blocks in shared memory (63 % of the warps, 73 % at 4608). "
-    "The forward has changed little since: 0.69 and 0.75 (softmax-variants-h200.json).",
-    "Rows copied whole by the copy engine where they are long: 0.72 and 0.78 there.",
+    "Two exponentials an element, of separately rounded operations, bind it by arithmetic: it issues in 84 % of the cycles at "
+    "6544 keys and in 89 % at 7401, device memory is busy 48 and 52 % of the time. At 6544 nine warps share 26 tiles, and 63 % of"
+    " the warps are there (73 % at 4608).",
+    "Rows copied whole by the copy engine where they are long: 0.72 and 0.78 as a variant (softmax-variants-h200.json).",
 )
 HALVES_BACKWARD = Reason(
-    "Of the kernel before: 37 to 60 KiB of shared memory a row left room for 46 to 55 % of the warps, which waited for their rows "
-    "(long scoreboard 3.5 cycles an instruction) and issued in 63 to 76 % of the cycles. Rows are copied as they are stored now: "
-    "1.35, 1.12 and 1.58 (softmax-variants-h200.json).",
-    "Profile the present kernel at 6544 keys.",
+    "Against a copy it falls from 0.63 at 4608 keys to 0.53 and 0.49, torch only from 0.46 to 0.47 at 6544, whose rows begin on "
+    "16 bytes, and then to 0.31. At 6544 nine warps share 26 tiles and wait for the slowest (barrier 2.6 cycles an instruction): "
+    "it issues in 80 % of the cycles, at 4608 in 88 %.",
+    "Warps that begin the next row instead of waiting for the others.",
 )
 V2_HALVES = Reason(
-    "Halves have half the bytes to hide the arithmetic behind: 0.70 to 0.75 of the issue slots are used, for about 29 instructions an"
-    " element and lane, and the goal would need 24, of which 13.5 are the exponential as the contract states it.",
+    "Halves have half the bytes to hide the arithmetic behind: 0.71 to 0.75 of the issue slots are used, for about 29 "
+    "instructions an element and lane, and the goal would need 24, of which 13.5 are the exponential as the contract states it.",
     "Fewer instructions around it: conversions in pairs, merges of tiles and the half tile at a row's end.",
 )
 V2_BACKWARD = Reason(
-    "Of the kernel before: at 107 to 111 registers a thread 21 to 24 % of the warps were there, whose loads waited for the row's "
-    "state, and device memory was busy 67 to 80 % of the time. The loads come first now: float32 1.00, 1.01 and 0.96, bfloat16 0.71, "
-    "0.67 and 0.52 (softmax-variants-h200.json).",
-    "The next row of halves copied while one is at work: 0.82, 0.79 and 0.64 there.",
+    "At 106 to 109 registers a thread 21 to 24 % of the warps are there; halves have half the bytes to hide the arithmetic "
+    "behind, and they issue in 52 to 61 % of the cycles, waiting for the loads of their row (long scoreboard 1.2 to 2.2 cycles an"
+    " instruction). Rows of 7401 keys are read one element a load.",
+    "The next row of halves copied while one is at work: 0.82, 0.79 and 0.64 as a variant (softmax-variants-h200.json), which "
+    "spills on sm_100 and sm_120.",
 )
 TRITON_FORWARD = Reason(
-    "Of the kernel before, which computed the exponentials twice. Rows of `ordered-v2` stay in registers now, a warp a tile: 0.96 and"
-    " 0.86 of a copy in float32 at 4608 and 7401 keys, 0.68 and 0.55 in bfloat16 (softmax-triton-variants-h200.json). Halves have "
-    "half the bytes to hide the arithmetic behind, and rows that do not begin on 16 bytes are read one element a load.",
+    "Rows in registers, a warp a tile or two, take 114 to 162 registers of a thread, and 18 to 24 % of the warps are there. Rows "
+    "of 7401 keys, which do not begin on 16 bytes, are read one element a load; halves have half the bytes to hide the arithmetic"
+    " behind and issue in 60 to 72 % of the cycles.",
     "Sums of the eight elements that a lane of halves reads at once, without five shuffles for each of them.",
 )
 TRITON_BACKWARD = Reason(
-    "Of the kernel before, whose eight warps shared a tile and met for every level of the trees. A warp has a tile now: 1.00 and 0.81"
-    " of a copy in float32 at 4608 and 7401 keys, 0.74 in bfloat16 at 4608 (softmax-triton-variants-h200.json). P and dP take about "
-    "200 registers of a thread, which leaves room for eight to ten warps on a multiprocessor.",
-    "Profile it, rows that do not begin on 16 bytes first.",
+    "P and dP take 168 to 202 registers of a thread, which leave 12 to 18 % of the warps. At 7401 keys, read one element a load, "
+    "they wait for their row (long scoreboard 1.8 cycles an instruction); halves have half the bytes to hide the arithmetic "
+    "behind and issue in 48 to 73 % of the cycles.",
+    "Rows that do not begin on 16 bytes read in vectors from the piece before them.",
+)
+TRITON_V1_BACKWARD = Reason(
+    "It is bound by arithmetic, issued in 92 % of the cycles: P is computed in both passes over a row, where attn_cuda keeps it in shared "
+    "memory, for 1.8 times the instructions.",
+    "Rows in registers as under `ordered-v2`.",
 )
 FEW_ROWS = Reason(
-    "The call is bound by its launch and the time of one row: of the forward the kernel itself takes 6.0 us (ordered-v1) and 5.2 to "
-    "5.4 (ordered-v2) beside torch's 5.3, at 2 to 6 % of the issue slots. Before every backward two kernels of torch filled zeros, 2 "
-    "us each, which they do no more: without them it takes 7.7 to 8.3 us beside torch's 9.5 to 10.5 (softmax-variants-h200.json).",
-    "Launch fewer threads a row where rows are few.",
+    "The call is bound by its launch and the time of one row: the kernel takes 6.0 us (ordered-v1) and 5.3 (ordered-v2) beside torch's "
+    "5.3, at 2 to 6 % of the issue slots.",
+    "Fewer threads a row where rows are few.",
 )
 TRITON_FEW_ROWS = Reason(
-    "Under `ordered-v1` 24 programs of one warp go through their rows tile by tile, each lane 144 elements one after another: 31 to "
-    "35 us of the kernel. `ordered-v2` has a warp a tile now and takes 7.2 to 7.7 us, about torch's time forward and 0.7 of it "
-    "backward (softmax-triton-variants-h200.json).",
+    "Under `ordered-v1` 24 programs of one warp go through their rows tile by tile, each lane 144 elements one after another: 31 "
+    "to 35 us of the kernel, beside 4.5 to 5.3 under `ordered-v2`, which has a warp a tile.",
     "A warp a tile under `ordered-v1` too.",
 )
 CUDA_PRODUCTS = Reason(
@@ -181,16 +185,16 @@ SHORT = Reason(
     "Several blocks of rows at a time over the tiles of a window; the columns of dk and dv of a long block shared out over several blocks.",
 )
 TRITON_SHORT = Reason(
-    "Each of the eight segments has launches of its own, whose blocks of 128 rows see few keys: the pairs' products issue in 41 % of "
-    "the cycles, at two warps a scheduler and 217 to 232 registers, against 52 % of whole layers.",
-    "One launch for all segments; blocks of fewer rows where a segment or window is shorter than a block.",
+    "The pairs' products of short segments issue in 41 % of the cycles, at two warps a scheduler and 217 to 232 registers, "
+    "against 52 % of whole layers, and dk and dv in 22 %: blocks of 128 rows see few keys, and the longest of the eight segments "
+    "has a third of the rows.",
+    "Blocks of fewer rows where a segment or window is shorter than a block.",
 )
 AV_CHAINS = Reason(
-    "Of the kernel before, whose warps had one row each: shared memory was busy 89 % of the time with 16 queries. A lane has two "
-    "columns and one or two rows now: 2.44, 2.67 and 3.10 times the chain at 32768 keys with 1, 4 and 16 queries ("
-    "decode-variants-h200.json). By count issue slots are its limit: for four FMAs a key a warp issues two conversions, a load of values "
-    "and half a load of P, and each part of a multiprocessor also runs one of the four warps that load.",
-    "Fewer instructions of the loaders, or the copy engine in their place.",
+    "Issue slots are its limit, of which 68 % are used: for four FMAs a key a warp also issues two conversions, a load of values "
+    "and half a load of P, and each part of a multiprocessor also runs one of the four warps that load. With fewer keys the "
+    "beginning and the end weigh more.",
+    "Fewer instructions of the loaders, or the copy engine in their place; steps of 256 keys.",
 )
 TRITON_AV_CHAINS = Reason(
     "One warp a block with one query and four with more issue in 3 to 37 % of the cycles: a thread has four outputs, whose FMAs of a "
@@ -215,7 +219,7 @@ SM90_FORWARD = Reason(
     "exponentials.",
 )
 SM90_DECODE = Reason(
-    "Device memory is busy 80 % of the time of attn_cuda's kernel of segments, whose warps wait for it (long scoreboard), and the merge"
+    "Device memory is busy 79 % of the time of attn_cuda's kernel of segments, whose warps wait for it (long scoreboard), and the merge"
     " takes another 5 us; four other ways of sharing the segments out were measured and not faster. In attn_triton, one kernel without "
     "a merge, it is busy 86 % of the time.",
     "Merge in the kernel of segments without uneven blocks, the last block of a row merging it.",
@@ -258,7 +262,7 @@ def _softmax() -> Iterator[Goal]:
             yield Goal(f"softmax of 24 rows, {backend} {version}", 1.0, "of torch's rate", parts, reason)
     for version in ("ordered-v1", "ordered-v2"):
         for way in ("forward", "backward"):
-            reason = TRITON_FORWARD if way == "forward" else TRITON_BACKWARD
+            reason = TRITON_FORWARD if way == "forward" else TRITON_V1_BACKWARD if version == "ordered-v1" else TRITON_BACKWARD
             for dtype in ("float32", "bfloat16"):
                 parts = rows("median_ms", f"attn_triton {version}", dtype, way, lengths, f"attn_cuda {version}")
                 yield Goal(f"softmax, attn_triton {version}, {dtype} {way}, keys", 0.6, "of attn_cuda's rate", parts, reason)
