@@ -24,8 +24,9 @@ def test_device_names(monkeypatch: pytest.MonkeyPatch, platform: str, version: s
     device = SimpleNamespace(platform=platform, client=SimpleNamespace(platform_version=version))
     monkeypatch.setattr(jax, "local_devices", lambda backend=None: [device])
     x = np.ones((1, 1, 2, 2), np.float32)
-    assert _arrays.platform({"q": x}, None) == name
-    assert _arrays.platform({"q": x}, "cpu") == "cpu"
+    with jax.default_device(None):
+        assert _arrays.platform({"q": x}, None) == name
+        assert _arrays.platform({"q": x}, "cpu") == "cpu"
 
 
 def test_committed_arrays_decide_the_device() -> None:
